@@ -1,0 +1,161 @@
+package worker
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sort"
+)
+
+// Catalog is one immutable picture of the registered workers and of the model names that
+// clients may use. Changes make a new one. It is safe for concurrent use.
+type Catalog struct {
+	workers    []*Worker // by ID
+	configured []string
+	aliases    map[string]string       // operator's alias -> model
+	names      map[string]string       // any name -> canonical model
+	partitions map[Partition][]*Worker // by ID
+	models     []string                // canonical, sorted
+}
+
+// NewCatalog returns a catalog with no workers. models are known even while no worker serves
+// them; aliases map further names to models, and requests that use one are rewritten.
+func NewCatalog(models []string, aliases map[string]string) (*Catalog, error) {
+	return build(nil, slices.Clone(models), maps.Clone(aliases))
+}
+
+// With returns the catalog with w added, or put in place of the worker of the same ID. It
+// fails if a model name would mean two things.
+func (c *Catalog) With(w *Worker) (*Catalog, error) {
+	if len(w.Models) == 0 {
+		return nil, fmt.Errorf("worker %s: no model names", w.Name)
+	}
+	for _, o := range c.workers {
+		if o.ID != w.ID && o.Name == w.Name {
+			return nil, fmt.Errorf("worker %s: the name is taken by %s", w.Name, o.Endpoint)
+		}
+	}
+	return build(append(c.others(w.ID), w), c.configured, c.aliases)
+}
+
+// Without returns the catalog with the worker of that ID left out. Its model stays known only
+// if it is configured or another worker has it.
+func (c *Catalog) Without(id ID) *Catalog {
+	next, err := build(c.others(id), c.configured, c.aliases)
+	if err != nil {
+		panic("worker: a smaller catalog cannot become ambiguous: " + err.Error())
+	}
+	return next
+}
+
+func (c *Catalog) others(id ID) []*Worker {
+	rest := make([]*Worker, 0, len(c.workers)+1)
+	for _, w := range c.workers {
+		if w.ID != id {
+			rest = append(rest, w)
+		}
+	}
+	return rest
+}
+
+func build(workers []*Worker, configured []string, aliases map[string]string) (*Catalog, error) {
+	sort.Slice(workers, func(i, j int) bool { return workers[i].ID < workers[j].ID })
+	c := &Catalog{
+		workers: workers, configured: configured, aliases: aliases,
+		names: map[string]string{}, partitions: map[Partition][]*Worker{},
+	}
+	means := func(name, model string) error {
+		if had, ok := c.names[name]; ok && had != model {
+			return fmt.Errorf("model %q: means both %q and %q", name, had, model)
+		}
+		c.names[name] = model
+		return nil
+	}
+	for _, m := range configured {
+		if err := means(m, m); err != nil {
+			return nil, err
+		}
+	}
+	for _, w := range workers {
+		c.partitions[w.Partition()] = append(c.partitions[w.Partition()], w)
+		for _, m := range w.Models {
+			if err := means(m, w.Models[0]); err != nil {
+				return nil, err
+			}
+		}
+	}
+	for name, model := range aliases {
+		if err := errors.Join(means(model, model), means(name, model)); err != nil {
+			return nil, err
+		}
+	}
+	seen := map[string]bool{}
+	for _, m := range c.names {
+		if !seen[m] {
+			seen[m] = true
+			c.models = append(c.models, m)
+		}
+	}
+	sort.Strings(c.models)
+	return c, nil
+}
+
+// Name is what a client's model name turned out to mean.
+type Name struct {
+	Partition Partition
+	Served    string    // what to ask the worker for: differs from the client's word for an alias
+	Workers   []*Worker // those of the partition that answer to Served, by ID; read-only
+	Narrowed  bool      // Workers are not the whole partition
+}
+
+// Resolve finds the partition for a model name and a tenant: the tenant's own if workers are
+// registered for it, else the default tenant's. It reports false for an unknown name.
+func (c *Catalog) Resolve(model, tenant string) (Name, bool) {
+	canonical, ok := c.names[model]
+	if !ok {
+		return Name{}, false
+	}
+	n := Name{Partition: Partition{canonical, tenant}, Served: model}
+	if _, ok := c.aliases[model]; ok {
+		n.Served = canonical
+	}
+	if n.Workers, ok = c.partitions[n.Partition]; !ok {
+		n.Partition.Tenant = DefaultTenant
+		n.Workers = c.partitions[n.Partition]
+	}
+	if n.Served != canonical {
+		all := n.Workers
+		n.Workers, n.Narrowed = nil, true
+		for _, w := range all {
+			if w.Serves(n.Served) {
+				n.Workers = append(n.Workers, w)
+			}
+		}
+	}
+	return n, true
+}
+
+// Canonical is the model that a name stands for, or false if the name is unknown.
+func (c *Catalog) Canonical(name string) (string, bool) {
+	m, ok := c.names[name]
+	return m, ok
+}
+
+// Models are the canonical model names, sorted; read-only.
+func (c *Catalog) Models() []string { return c.models }
+
+// Names are all names that clients may use, canonical ones included, sorted.
+func (c *Catalog) Names() []string { return slices.Sorted(maps.Keys(c.names)) }
+
+// Workers are all registered workers by ID; read-only.
+func (c *Catalog) Workers() []*Worker { return c.workers }
+
+// Find returns the worker with that ID, or nil.
+func (c *Catalog) Find(id ID) *Worker {
+	i := sort.Search(len(c.workers), func(i int) bool { return c.workers[i].ID >= id })
+	if i < len(c.workers) && c.workers[i].ID == id {
+		return c.workers[i]
+	}
+	return nil
+}
