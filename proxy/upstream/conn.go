@@ -1,0 +1,200 @@
+package upstream
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// inlineTLS is the largest body that is encrypted and written by the caller's goroutine. It
+// fits the socket buffers of both sides, so that the write cannot wait for the worker.
+const inlineTLS = 16 << 10
+
+// conn is one connection to the worker. It holds no buffer while it is idle.
+type conn struct {
+	client    *Client
+	nc        net.Conn // what is read and written: sock, or TLS over it
+	sock      net.Conn
+	raw       syscall.RawConn // of sock
+	idleSince time.Time
+
+	// Functions for the runtime, made once per connection, and what they work on.
+	abort  func()                // closes sock; run by context.AfterFunc
+	writev func(fd uintptr) bool // one non-blocking write of out
+	probe  func(fd uintptr) bool // one non-blocking read of a byte
+	out    [2][]byte
+	wrote  int
+	outErr error
+	silent bool
+}
+
+// dial makes a connection to the worker. Its errors are ErrDial and the context's.
+func (c *Client) dial(ctx context.Context) (*conn, error) {
+	limited, cancel := context.WithTimeout(ctx, c.cfg.DialTimeout)
+	defer cancel()
+	var d net.Dialer
+	sock, err := d.DialContext(limited, "tcp", c.addr)
+	if err != nil {
+		return nil, dialError(ctx, c.addr, err)
+	}
+	raw, err := sock.(*net.TCPConn).SyscallConn()
+	if err != nil {
+		return nil, errors.Join(dialError(ctx, c.addr, err), sock.Close())
+	}
+	cn := &conn{client: c, nc: sock, sock: sock, raw: raw}
+	if c.tls != nil {
+		secure := tls.Client(sock, c.tls)
+		if err := secure.HandshakeContext(limited); err != nil {
+			_ = sock.Close() // the handshake's error says more
+			return nil, dialError(ctx, c.addr, err)
+		}
+		cn.nc = secure
+	}
+	cn.abort = func() { _ = cn.sock.Close() }
+	cn.writev = cn.writeOnce
+	cn.probe = cn.readOnce
+	return cn, nil
+}
+
+// dialError hides a time-out of ours behind its text: it must not look like the caller's
+// context having ended.
+func dialError(ctx context.Context, addr string, err error) error {
+	if ctx.Err() != nil {
+		return ended(ctx)
+	}
+	var ne net.Error
+	if errors.As(err, &ne) && ne.Timeout() || errors.Is(err, context.DeadlineExceeded) {
+		return fmt.Errorf("upstream: dial %s: %w: %v", addr, ErrDial, err)
+	}
+	return fmt.Errorf("upstream: dial %s: %w: %w", addr, ErrDial, err)
+}
+
+// close closes a connection that nobody uses.
+func (cn *conn) close() {
+	if cn.nc != cn.sock {
+		// Taking leave is polite, waiting for room to do so is not.
+		_ = cn.sock.SetDeadline(time.Now().Add(time.Millisecond))
+		_ = cn.nc.Close()
+	}
+	_ = cn.sock.Close()
+}
+
+// quiet reports whether an idle connection is open and nothing has come in: a worker that
+// closed it, or that says something unasked, must not be taken for one that answers.
+func (cn *conn) quiet() bool {
+	cn.silent = false
+	if err := cn.raw.Read(cn.probe); err != nil || !cn.silent {
+		return false
+	}
+	if cn.nc == cn.sock {
+		return true
+	}
+	// TLS may hold decrypted or whole records of its own; with a deadline in the past it
+	// looks no further than that.
+	var b [1]byte
+	if err := cn.nc.SetReadDeadline(time.Unix(1, 0)); err != nil {
+		return false
+	}
+	_, err := cn.nc.Read(b[:])
+	var ne net.Error
+	return errors.As(err, &ne) && ne.Timeout() && cn.nc.SetReadDeadline(time.Time{}) == nil
+}
+
+func (cn *conn) readOnce(fd uintptr) bool {
+	var b [1]byte
+	_, err := syscall.Read(int(fd), b[:])
+	cn.silent = err == syscall.EAGAIN
+	return true
+}
+
+// send writes head and body. What does not fit into the socket at once is written by a
+// second goroutine, so that an answer which comes first is seen; its result comes from the
+// returned channel, which is nil if all was written. A connection that the worker has shut
+// is no error here: it may have answered before.
+func (cn *conn) send(head *headBuffer, body []byte) (chan error, error) {
+	if cn.nc != cn.sock {
+		return cn.sendTLS(head, body)
+	}
+	cn.out[0], cn.out[1] = head.b, body
+	cn.wrote, cn.outErr = 0, nil
+	err := cn.raw.Write(cn.writev)
+	cn.out = [2][]byte{}
+	if err == nil {
+		err = cn.outErr
+	}
+	n := cn.wrote
+	switch {
+	case err != nil:
+		head.release()
+		return nil, shutByWorker(err)
+	case n == len(head.b)+len(body):
+		head.release()
+		return nil, nil
+	case n < len(head.b):
+		return cn.sendRest(head.b[n:], body), nil
+	default:
+		n -= len(head.b)
+		head.release()
+		return cn.sendRest(nil, body[n:]), nil
+	}
+}
+
+func (cn *conn) sendTLS(head *headBuffer, body []byte) (chan error, error) {
+	if len(body) > inlineTLS {
+		return cn.sendRest(head.b, body), nil
+	}
+	head.b = append(head.b, body...)
+	_, err := cn.nc.Write(head.b)
+	head.release()
+	return nil, shutByWorker(err)
+}
+
+// sendRest starts the goroutine that writes what is left. It ends when all is written or the
+// connection is closed, and is joined by Response.end.
+func (cn *conn) sendRest(head, body []byte) chan error {
+	done := make(chan error, 1)
+	go func() {
+		rest := net.Buffers{body}
+		if len(head) > 0 {
+			rest = net.Buffers{head, body}
+		}
+		_, err := rest.WriteTo(cn.nc)
+		done <- err
+	}()
+	return done
+}
+
+func (cn *conn) writeOnce(fd uintptr) bool {
+	out := cn.out[:]
+	if len(out[1]) == 0 {
+		out = out[:1]
+	}
+	for {
+		n, err := unix.Writev(int(fd), out)
+		switch err {
+		case nil:
+			cn.wrote = n
+		case unix.EINTR:
+			continue
+		case unix.EAGAIN: // nothing fits; the rest is everything
+		default:
+			cn.outErr = err
+		}
+		return true
+	}
+}
+
+// shutByWorker drops the errors after which an answer may still be waiting to be read.
+func shutByWorker(err error) error {
+	if errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, io.EOF) {
+		return nil
+	}
+	return err
+}
