@@ -17,6 +17,9 @@ import (
 // fits the socket buffers of both sides, so that the write cannot wait for the worker.
 const inlineTLS = 16 << 10
 
+// lastWrite is how long a request may still be on its way once its answer has been read.
+const lastWrite = time.Millisecond
+
 // conn is one connection to the worker. It holds no buffer while it is idle.
 type conn struct {
 	client    *Client
@@ -169,6 +172,19 @@ func (cn *conn) sendRest(head, body []byte) chan error {
 		done <- err
 	}()
 	return done
+}
+
+// join waits for the goroutine that sends the rest and reports whether the connection is
+// whole. If it is not wanted any more, it is closed first. Otherwise the worker has answered
+// without an error of ours, most likely because it has read everything: the goroutine, which
+// may not have been told yet, gets a moment to find out.
+func (cn *conn) join(sending <-chan error, keep bool) bool {
+	if !keep || cn.sock.SetWriteDeadline(time.Now().Add(lastWrite)) != nil {
+		_ = cn.sock.Close()
+		<-sending
+		return false
+	}
+	return <-sending == nil && cn.sock.SetWriteDeadline(time.Time{}) == nil
 }
 
 func (cn *conn) writeOnce(fd uintptr) bool {

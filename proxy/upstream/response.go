@@ -286,14 +286,7 @@ func (r *Response) end(keep bool) {
 		keep = false // ctx has ended: the connection is being closed
 	}
 	if r.sending != nil {
-		select {
-		case err := <-r.sending:
-			keep = keep && err == nil
-		default: // the answer came before the request was out
-			_ = cn.sock.Close()
-			<-r.sending
-			keep = false
-		}
+		keep = cn.join(r.sending, keep)
 	}
 	if keep && r.deadline {
 		keep = cn.nc.SetReadDeadline(time.Time{}) == nil
