@@ -1,0 +1,291 @@
+// Package configs makes the Config of each command from those of the packages it runs, and
+// fills it from its sources. A setting is declared once, beside the code that uses it, by a
+// field with the tags koanf (its key), usage, and dyn (a variable of NVIDIA Dynamo that means
+// the same); one key then names it everywhere: --drain-timeout, SPILLWAY_DRAIN_TIMEOUT,
+// DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS, and drain-timeout in the YAML file.
+package configs
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"reflect"
+	"strings"
+
+	"github.com/knadh/koanf/parsers/yaml"
+	"github.com/knadh/koanf/providers/confmap"
+	"github.com/knadh/koanf/providers/env/v2"
+	"github.com/knadh/koanf/providers/file"
+	"github.com/knadh/koanf/v2"
+	"github.com/spf13/pflag"
+	yamlv3 "go.yaml.in/yaml/v3"
+)
+
+// PathKey is the key of the YAML file itself: --config, SPILLWAY_CONFIG.
+const PathKey = "config"
+
+// Validator is what every command's Config is: a value that can tell whether it makes sense.
+// Each of its errors (joined ones are taken apart) begins with the key it is about and ": ".
+type Validator interface{ Validate() error }
+
+// A Config may also have the method
+//
+//	Deprecated() map[string]string
+//
+// which names keys that are accepted and ignored, and what to tell those who still set them.
+type deprecating interface{ Deprecated() map[string]string }
+
+// Error is one bad setting. Its text is one line that names the key and where it was set.
+type Error struct {
+	Key    string // "" if the source as a whole is bad
+	Source string // such as "flag --port", "variable SPILLWAY_PORT", "file a.yaml" or "default"
+	Err    error
+}
+
+// Error is the line to show to the user.
+func (e *Error) Error() string {
+	if e.Key == "" {
+		return fmt.Sprintf("%s: %v", e.Source, e.Err)
+	}
+	return fmt.Sprintf("%s: %v (from %s)", e.Key, e.Err, e.Source)
+}
+
+// Unwrap returns the cause.
+func (e *Error) Unwrap() error { return e.Err }
+
+// Load lays the sources over def, weakest first: the YAML file at path, the documented DYN_*
+// variables, SPILLWAY_* variables, and the flags that were given (of a set that Flags has
+// filled). With path "" the file is the one that SPILLWAY_CONFIG names, or none. The warnings
+// are lines for the log: settings that were ignored. The error joins one *Error for each
+// unknown key, bad value and finding of Validate; the Config is then of no use.
+func Load[C Validator](def C, path string, environ func() []string, flags *pflag.FlagSet) (C, []string, error) {
+	cfg := def
+	l := loader{settings: settingsOf(&cfg), def: reflect.ValueOf(&def).Elem(), from: map[string]string{}}
+	if d, ok := any(def).(deprecating); ok {
+		l.deprecated = d.Deprecated()
+	}
+	l.target = reflect.ValueOf(&cfg).Elem()
+	ours := l.read("environment", env.Provider("", env.Opt{Prefix: "SPILLWAY_", EnvironFunc: environ}), nil)
+	if p, ok := ours[variable(PathKey)].(string); ok && path == "" {
+		path = p
+	}
+	if path != "" {
+		l.file(path)
+	}
+	l.dynVariables(l.read("environment", env.Provider("", env.Opt{Prefix: "DYN_", EnvironFunc: environ}), nil))
+	l.ourVariables(ours)
+	l.flags(flags)
+	if len(l.errs) == 0 {
+		l.check(func() error { return cfg.Validate() })
+	}
+	if err := errors.Join(l.errs...); err != nil {
+		return def, l.warnings, err
+	}
+	return cfg, l.warnings, nil
+}
+
+// loader lays sources over one Config and remembers where each value came from.
+type loader struct {
+	settings   settings
+	deprecated map[string]string
+	target     reflect.Value     // the Config being filled
+	def        reflect.Value     // the Config of defaults
+	from       map[string]string // key -> the source that set it last
+	warnings   []string
+	errs       []error
+}
+
+// read gets one source's keys and values by koanf. A source that cannot be read is an error
+// and has no keys.
+func (l *loader) read(name string, p koanf.Provider, parser koanf.Parser) map[string]any {
+	k := koanf.New(".")
+	if err := k.Load(p, parser); err != nil {
+		l.errs = append(l.errs, &Error{Source: name, Err: err})
+		return nil
+	}
+	return k.Raw()
+}
+
+func (l *loader) file(path string) {
+	source := "file " + path
+	values := l.read(source, file.Provider(path), &oneDocument{})
+	for _, key := range sortedKeys(values) {
+		l.set(key, source, values[key])
+	}
+}
+
+// histogramPrefix begins the variables that shape histogram buckets; package proxy reads them.
+const histogramPrefix = "SPILLWAY_HISTOGRAM_"
+
+func (l *loader) ourVariables(values map[string]any) {
+	keys := map[string]string{variable(PathKey): ""}
+	for _, s := range l.settings {
+		if !s.fileOnly {
+			keys[variable(s.key)] = s.key
+		}
+	}
+	for key := range l.deprecated {
+		keys[variable(key)] = key
+	}
+	for _, name := range sortedKeys(values) {
+		key, known := keys[name]
+		switch {
+		case strings.HasPrefix(name, histogramPrefix), known && key == "":
+		case known:
+			l.set(key, "variable "+name, values[name])
+		default:
+			l.errs = append(l.errs, &Error{Key: name, Source: "the environment", Err: errors.New("unknown variable")})
+		}
+	}
+}
+
+func (l *loader) dynVariables(values map[string]any) {
+	for _, s := range l.settings { // an unknown DYN_* is not ours
+		text, ok := values[s.dyn].(string)
+		if s.dyn == "" || !ok {
+			continue
+		}
+		source := "variable " + s.dyn
+		if s.dynBool != "" {
+			on, err := parseBool(text)
+			if err != nil {
+				l.fail(s, source, err)
+			}
+			if err != nil || !on {
+				continue
+			}
+			text = s.dynBool
+		}
+		var value any = text
+		if unit := dynUnit(s); unit != 0 {
+			d, err := bareDuration(text, unit)
+			if err != nil {
+				l.fail(s, source, err)
+				continue
+			}
+			value = d.String()
+		}
+		l.set(s.key, source, value)
+	}
+}
+
+func (l *loader) flags(flags *pflag.FlagSet) {
+	if flags == nil {
+		return
+	}
+	typed := map[string]any{}
+	flags.Visit(func(f *pflag.Flag) {
+		if _, ok := f.Value.(*typedFlag); ok && f.Name != PathKey {
+			typed[f.Name] = f.Value.String()
+		}
+	})
+	values := l.read("flags", confmap.Provider(typed, ""), nil)
+	for _, key := range sortedKeys(values) {
+		l.set(key, "flag --"+key, values[key])
+	}
+}
+
+// set takes one value of one source: text, or what the YAML parser made of it.
+func (l *loader) set(key, source string, value any) {
+	if advice, ok := l.deprecated[key]; ok {
+		l.warnings = append(l.warnings, fmt.Sprintf("%s: ignored: %s (from %s)", key, advice, source))
+		return
+	}
+	s, ok := l.settings.find(key)
+	if !ok {
+		l.errs = append(l.errs, &Error{Key: key, Source: source, Err: errors.New("unknown key")})
+		return
+	}
+	if err := assign(l.target.FieldByIndex(s.index), value); err != nil {
+		l.fail(s, source, err)
+		return
+	}
+	l.from[key] = source
+}
+
+// fail notes a bad value: as an error, or as a warning where the setting's specification says
+// that a bad value means the default.
+func (l *loader) fail(s setting, source string, err error) {
+	e := &Error{Key: s.key, Source: source, Err: err}
+	if !s.forgives(source) {
+		l.errs = append(l.errs, e)
+		return
+	}
+	l.target.FieldByIndex(s.index).Set(l.def.FieldByIndex(s.index))
+	l.from[s.key] = "default"
+	l.warnings = append(l.warnings, e.Error()+": using the default")
+}
+
+// check asks Validate, tells of each finding which source it is about, and asks again if the
+// findings were all of the kind that a default mends.
+func (l *loader) check(validate func() error) {
+	for range len(l.settings) + 1 {
+		found := leaves(validate())
+		if len(found) == 0 {
+			return
+		}
+		before := len(l.warnings)
+		for _, err := range found {
+			l.found(err)
+		}
+		if len(l.errs) > 0 || len(l.warnings) == before {
+			return
+		}
+	}
+}
+
+func (l *loader) found(err error) {
+	key, text, _ := strings.Cut(err.Error(), ":")
+	s, ok := l.settings.find(key)
+	if !ok {
+		l.errs = append(l.errs, err)
+		return
+	}
+	source := l.from[key]
+	if source == "" {
+		source = "default"
+	}
+	l.fail(s, source, errors.New(strings.TrimSpace(text)))
+}
+
+// leaves takes joined errors apart.
+func leaves(err error) []error {
+	if err == nil {
+		return nil
+	}
+	joined, ok := err.(interface{ Unwrap() []error })
+	if !ok {
+		return []error{err}
+	}
+	var all []error
+	for _, e := range joined.Unwrap() {
+		all = append(all, leaves(e)...)
+	}
+	return all
+}
+
+// variable is the name of the environment variable for a key.
+func variable(key string) string {
+	return "SPILLWAY_" + strings.ToUpper(strings.ReplaceAll(key, "-", "_"))
+}
+
+// oneDocument parses a YAML file. A second document in it would be skipped silently by the
+// parser, and the limits in it with it, so it is refused.
+type oneDocument struct{ yaml.YAML }
+
+// Unmarshal implements koanf.Parser.
+func (p *oneDocument) Unmarshal(b []byte) (map[string]any, error) {
+	dec := yamlv3.NewDecoder(bytes.NewReader(b))
+	for n := 0; ; n++ {
+		var doc yamlv3.Node
+		switch err := dec.Decode(&doc); {
+		case errors.Is(err, io.EOF):
+			return p.YAML.Unmarshal(b)
+		case err != nil:
+			return nil, err
+		case n > 0:
+			return nil, errors.New("holds more than one YAML document")
+		}
+	}
+}
