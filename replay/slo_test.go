@@ -1,0 +1,140 @@
+package replay_test
+
+import (
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"spillway/replay"
+)
+
+func TestParseTTFT(t *testing.T) {
+	for _, tt := range []struct {
+		text  string
+		isl   int
+		limit time.Duration
+		has   bool
+		err   string
+	}{
+		{"", 1000, 0, false, ""},
+		{"2s", 100000, 2 * time.Second, true, ""},
+		{"2s+2x20000", 0, 2 * time.Second, true, ""},
+		{"2s+2x20000", 10000, 3 * time.Second, true, ""},
+		{"0s+1.5x1000", 1000, 1500 * time.Millisecond, true, ""},
+		{"500ms+2x20000", 1, 500*time.Millisecond + 100*time.Microsecond, true, ""},
+		{"0s", 0, 0, false, "never be met"},
+		{"2", 0, 0, false, "duration"},
+		{"-1s", 0, 0, false, "duration"},
+		{"2s+", 0, 0, false, "FACTORxRATE"},
+		{"2s+2", 0, 0, false, "FACTORxRATE"},
+		{"2s+0x5", 0, 0, false, "factor"},
+		{"2s+NaNx5", 0, 0, false, "factor"},
+		{"2s+2x0", 0, 0, false, "rate"},
+		{"2s+2x5x6", 0, 0, false, "rate"},
+	} {
+		l, err := replay.ParseTTFT(tt.text)
+		if (err != nil) != (tt.err != "") || err != nil && !strings.Contains(err.Error(), tt.err) {
+			t.Errorf("ParseTTFT(%q) error = %v, want %q", tt.text, err, tt.err)
+		}
+		if err != nil {
+			continue
+		}
+		if got, has := l.Limit(tt.isl); got != tt.limit || has != tt.has {
+			t.Errorf("ParseTTFT(%q).Limit(%d) = %v, %v; want %v, %v", tt.text, tt.isl, got, has, tt.limit, tt.has)
+		}
+		if again, err := replay.ParseTTFT(l.String()); again != l || err != nil {
+			t.Errorf("ParseTTFT(%q) prints as %q, which reads as %+v, %v", tt.text, l, again, err)
+		}
+	}
+}
+
+func FuzzParseTTFT(f *testing.F) {
+	f.Add("2s+2x20000")
+	f.Add("1h1ns+0.001x1e9")
+	f.Fuzz(func(t *testing.T, text string) {
+		l, err := replay.ParseTTFT(text)
+		if err != nil {
+			return
+		}
+		if again, err := replay.ParseTTFT(l.String()); again != l || err != nil {
+			t.Errorf("ParseTTFT(%q) prints as %q, which reads as %+v, %v", text, l, again, err)
+		}
+		if d, _ := l.Limit(1 << 20); d < 0 && l.Constant < 1<<60 {
+			t.Errorf("ParseTTFT(%q).Limit = %v", text, d)
+		}
+	})
+}
+
+// Percentiles are compared with those of the sorted values.
+func TestHistogram(t *testing.T) {
+	chance := rand.New(rand.NewPCG(1, 1))
+	for _, n := range []int{0, 1, 2, 99, 100, 101, 10000} {
+		var h replay.Histogram
+		all := make([]time.Duration, n)
+		for i := range all {
+			all[i] = time.Duration(chance.ExpFloat64() * chance.ExpFloat64() * float64(time.Second))
+			h.Add(all[i])
+		}
+		slices.Sort(all)
+		for _, p := range []int{1, 50, 90, 99, 100} {
+			var want time.Duration
+			if n > 0 {
+				want = all[(n*p+99)/100-1]
+			}
+			if got := h.Percentile(p); (got - want).Abs() > want/250 {
+				t.Errorf("Percentile(%d) of %d = %v, want %v within 0.4%%", p, n, got, want)
+			}
+		}
+		if n > 0 && h.Max() != all[n-1] || h.Count() != uint64(n) {
+			t.Errorf("Max, Count = %v, %d of %d", h.Max(), h.Count(), n)
+		}
+	}
+	var h replay.Histogram
+	h.Add(-time.Second)
+	h.Add(1<<63 - 1)
+	if h.Percentile(50) != 0 || h.Percentile(100) < (1<<63-1)/256*255 {
+		t.Errorf("extremes come back as %v and %v", h.Percentile(50), h.Percentile(100))
+	}
+}
+
+func TestConfigValidate(t *testing.T) {
+	valid := fixedConfig(1, time.Second)
+	if err := valid.Validate(); err != nil {
+		t.Fatalf("Validate of a fixed load: %v", err)
+	}
+	for key, set := range map[string]func(*replay.Config){
+		"trace":         func(c *replay.Config) { c.Rate = 0 },
+		"rate":          func(c *replay.Config) { c.TracePath = "x" },
+		"poisson":       func(c *replay.Config) { c.TracePath, c.Rate, c.Poisson = "x", 0, true },
+		"format":        func(c *replay.Config) { c.Format = "xml" },
+		"isl":           func(c *replay.Config) { c.ISLTokens = 0 },
+		"osl":           func(c *replay.Config) { c.OSLTokens = -1 },
+		"requests":      func(c *replay.Config) { c.Requests = -1 },
+		"duration":      func(c *replay.Config) { c.Rate, c.Duration = 1e6, time.Hour },
+		"skip":          func(c *replay.Config) { c.Skip = -1 },
+		"first":         func(c *replay.Config) { c.First = -1 },
+		"spread":        func(c *replay.Config) { c.Spread = -1 },
+		"speed":         func(c *replay.Config) { c.Speed = 0 },
+		"speed-profile": func(c *replay.Config) { c.SpeedProfile = "1,10m" },
+		"url":           func(c *replay.Config) { c.URL = "localhost:8000" },
+		"model":         func(c *replay.Config) { c.Model = "" },
+		"endpoint":      func(c *replay.Config) { c.Endpoint = "embeddings" },
+		"timeout":       func(c *replay.Config) { c.Timeout = -1 },
+		"leave":         func(c *replay.Config) { c.Leave = 1.1 },
+		"leave-after":   func(c *replay.Config) { c.Leave, c.LeaveAfter = 0.1, 0 },
+		"max-in-flight": func(c *replay.Config) { c.MaxInFlight = 0 },
+		"slo-ttft":      func(c *replay.Config) { c.SLOTTFT = "x" },
+		"slo-itl":       func(c *replay.Config) { c.SLOITL = -1 },
+		"warmup":        func(c *replay.Config) { c.Warmup = -1 },
+		"pids":          func(c *replay.Config) { c.PIDs = []string{"1", "-2"} },
+		"stats-url":     func(c *replay.Config) { c.StatsURLs = []string{"sim"} },
+	} {
+		c := valid
+		set(&c)
+		if err := c.Validate(); err == nil || !strings.HasPrefix(err.Error(), key+": ") {
+			t.Errorf("Validate with a bad %s: %v, want an error that begins with it", key, err)
+		}
+	}
+}
