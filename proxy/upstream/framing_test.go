@@ -100,9 +100,8 @@ func TestFraming(t *testing.T) {
 				continue
 			}
 			t.Run(fmt.Sprintf("%s/pieces=%v", tt.name, pieces), func(t *testing.T) {
-				first := true
 				w := newWorker(t, func(p *peer) {
-					for {
+					for first := p.id == 0; ; first = false {
 						if _, ok := p.request(); !ok {
 							return
 						}
@@ -110,7 +109,6 @@ func TestFraming(t *testing.T) {
 							p.say(plain)
 							continue
 						}
-						first = false
 						if pieces {
 							for i := range len(tt.answer) {
 								p.say(tt.answer[i : i+1])

@@ -201,7 +201,7 @@ func (r *Response) ask(req *Request) error {
 	if r.sending, err = r.conn.send(out, req.Body); err != nil {
 		return r.headError(err)
 	}
-	if err := r.readHead(); err != nil {
+	if err := r.receive(req.Method); err != nil {
 		return err
 	}
 	if !req.HeadDeadline.IsZero() {
@@ -209,8 +209,16 @@ func (r *Response) ask(req *Request) error {
 			return r.headError(err)
 		}
 	}
+	return nil
+}
+
+// receive reads the head of the answer to method and prepares for the body.
+func (r *Response) receive(method string) error {
+	if err := r.readHead(); err != nil {
+		return err
+	}
 	r.Status, r.ContentLength = r.head.status, r.head.length
-	r.body, r.keep = r.head.body(req.Method)
+	r.body, r.keep = r.head.body(method)
 	if r.head.chunked {
 		r.ContentLength = -1
 	}
