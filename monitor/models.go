@@ -1,0 +1,166 @@
+package monitor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"spillway/worker"
+)
+
+const (
+	modelsInterval = 30 * time.Second // between looks at the names of a worker that has some
+	modelsTimeout  = 5 * time.Second
+	firstRetry     = 250 * time.Millisecond // doubled up to lastRetry
+	lastRetry      = 5 * time.Second
+	maxModels      = 4096 // names of one worker
+)
+
+// ErrNoModels means that a worker answered but named no model.
+var ErrNoModels = errors.New("monitor: the worker names no model")
+
+// Discover asks a worker once for the models it serves and returns its record with Models, the
+// base model first, and MaxModelLen filled in. Models that are there already stay. It
+// returns ErrNoModels, or an error of the connection, and then w unchanged. It may be called
+// whether or not Run is running.
+func (m *KvWorkerMonitor) Discover(ctx context.Context, w worker.Worker) (worker.Worker, error) {
+	names, length, err := m.models(ctx, &w)
+	if err != nil {
+		return w, err
+	}
+	if len(w.Models) == 0 {
+		w.Models = names
+	}
+	w.MaxModelLen = length
+	return w, nil
+}
+
+// models asks for the names, base models first, and for the context length of the first.
+func (m *KvWorkerMonitor) models(ctx context.Context, w *worker.Worker) (names []string, length uint64, err error) {
+	ctx, cancel := context.WithTimeout(ctx, modelsTimeout)
+	defer cancel()
+	var answer struct {
+		Data []struct {
+			ID          string   `json:"id"`
+			Parent      *string  `json:"parent"`
+			MaxModelLen *float64 `json:"max_model_len"`
+		} `json:"data"`
+	}
+	url := w.Endpoint + "/v1/models"
+	err = m.get.get(ctx, url, w.APIKey, "application/json", func(body []byte, whole bool) error {
+		if err := json.Unmarshal(body, &answer); err != nil {
+			return fmt.Errorf("%s: %w", url, err)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, 0, fmt.Errorf("monitor: asking for models: %w", err)
+	}
+	var adapters []string
+	for _, d := range answer.Data {
+		base := d.Parent == nil || *d.Parent == ""
+		switch {
+		case d.ID == "" || slices.Contains(names, d.ID) || slices.Contains(adapters, d.ID):
+			continue
+		case len(names)+len(adapters) == maxModels:
+			return nil, 0, fmt.Errorf("monitor: %s names more than %d models", url, maxModels)
+		case !base:
+			adapters = append(adapters, d.ID)
+			continue
+		}
+		if n := d.MaxModelLen; len(names) == 0 && n != nil && *n > 0 && *n <= maxCount {
+			length = uint64(*n)
+		}
+		names = append(names, d.ID)
+	}
+	if names = append(names, adapters...); len(names) == 0 {
+		return nil, 0, fmt.Errorf("%w: %s", ErrNoModels, url)
+	}
+	return names, length, nil
+}
+
+// learn keeps the names and the context length of a worker up to date until ctx ends.
+func (m *KvWorkerMonitor) learn(ctx context.Context, w *watch) {
+	if m.Register == nil || !pause(ctx, spread(w.id, firstRetry)) {
+		return
+	}
+	retry := firstRetry
+	problem := ""
+	for {
+		err := m.refresh(ctx, w)
+		if ctx.Err() != nil {
+			return
+		}
+		record, list := w.target()
+		switch {
+		case err != nil && err.Error() != problem:
+			problem = err.Error()
+			m.log.Warn("worker's models are not known", "worker", record.Name, "err", err)
+		case err == nil && problem != "":
+			problem = ""
+			m.log.Info("worker's models are known", "worker", record.Name, "models", record.Models)
+		}
+		wait := modelsInterval
+		if list == nil {
+			wait, retry = retry, min(2*retry, lastRetry)
+		}
+		if !pause(ctx, wait) {
+			return
+		}
+	}
+}
+
+// refresh asks for the names once and registers the worker anew if they, or the context
+// length, have changed.
+func (m *KvWorkerMonitor) refresh(ctx context.Context, w *watch) error {
+	record, _ := w.target()
+	names, length, err := m.models(ctx, record)
+	if err != nil {
+		return err
+	}
+	next := w.renamed(names, length)
+	if next == nil {
+		return nil
+	}
+	defer w.named()
+	list, err := m.Register(next)
+	if err != nil {
+		return fmt.Errorf("monitor: registering: %w", err)
+	}
+	w.mu.Lock()
+	if w.naming == next && !w.gone {
+		w.adoptLocked(next, list)
+	}
+	w.mu.Unlock()
+	m.poke()
+	return nil
+}
+
+// renamed is the record with what has been learnt, or nil if that is nothing new. A length of
+// 0 was not said and changes nothing.
+func (w *watch) renamed(names []string, length uint64) *worker.Worker {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	next := *w.record
+	if w.learns {
+		next.Models = names
+	}
+	if length > 0 {
+		next.MaxModelLen = length
+	}
+	same := next.MaxModelLen == w.record.MaxModelLen && slices.Equal(next.Models, w.record.Models)
+	if w.gone || same && w.list != nil {
+		return nil
+	}
+	w.naming = &next
+	return w.naming
+}
+
+func (w *watch) named() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.naming = nil
+}
