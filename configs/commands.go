@@ -1,8 +1,23 @@
 package configs
 
 import (
+	"errors"
+
 	"spillway/replay"
+	"spillway/sim"
 )
+
+// Sim is the Config of `spillway sim`.
+type Sim struct {
+	Sim sim.Config `koanf:",squash"`
+	Log Log        `koanf:",squash"`
+}
+
+// DefaultSim returns the settings of a run without flags.
+func DefaultSim() Sim { return Sim{Sim: sim.DefaultConfig(), Log: DefaultLog()} }
+
+// Validate returns all findings, each beginning with its key.
+func (c Sim) Validate() error { return errors.Join(c.Sim.Validate(), c.Log.Validate()) }
 
 // Replay is the Config of `spillway replay`.
 type Replay struct {

@@ -1,0 +1,61 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"spillway/configs"
+	"spillway/sim"
+)
+
+func newSim(p process) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "sim",
+		Short: "Run simulated inference workers",
+		Long: `Runs workers that answer like vLLM, with made-up words, and are as slow as their settings
+say: prefill at a rate, decode steps that grow with the batch, a KV cache that fills up.
+GET /sim/stats tells what they did.`,
+		Example: `  spillway sim                                   # one worker on port 9001
+  spillway sim --count 4 --kv-blocks 2048        # four small ones on 9001 to 9004
+  spillway sim --itl 20ms --prefill-tokens-per-second 8000 --speed 10`,
+	}
+	return command(p, cmd, configs.DefaultSim(), func(c configs.Sim) configs.Log { return c.Log },
+		func(ctx context.Context, cfg configs.Sim, log *slog.Logger) error { return runSim(ctx, p, cfg, log) })
+}
+
+func runSim(ctx context.Context, p process, cfg configs.Sim, log *slog.Logger) error {
+	workers, err := sim.New(cfg.Sim, log)
+	if err != nil {
+		return err
+	}
+	lns, err := sim.Listen(cfg.Sim)
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(p.stdout, "Workers of %s for --workers: %s\n", cfg.Sim.Model, strings.Join(endpoints(lns), ","))
+	return workers.Run(ctx, lns)
+}
+
+// endpoints are the base URLs that listeners answer on.
+func endpoints(lns []net.Listener) []string {
+	urls := make([]string, len(lns))
+	for i, ln := range lns {
+		urls[i] = "http://" + reachable(ln.Addr())
+	}
+	return urls
+}
+
+// reachable is an address that this machine's clients can connect to: a listener on all
+// addresses is also on the loopback one.
+func reachable(addr net.Addr) string {
+	tcp, ok := addr.(*net.TCPAddr)
+	if !ok || !tcp.IP.IsUnspecified() {
+		return addr.String()
+	}
+	return net.JoinHostPort("127.0.0.1", fmt.Sprint(tcp.Port))
+}
