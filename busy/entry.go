@@ -21,6 +21,8 @@ type entry struct {
 	ranks []*rank // by DP, declared or observed; never empty: an undeclared, silent worker has one
 
 	probed, healthy bool
+	draining        bool
+	circuitOpen     bool
 	sampled         bool // a sample was ever stored
 	inhibitedUntil  time.Time
 	mark            mark // for all ranks
@@ -192,8 +194,11 @@ func (e *entry) restarted() {
 }
 
 // prune drops the ranks that are neither declared nor observed. One rank always stays: the
-// one of a worker that declares none.
+// one of a worker that declares none, with what is held against it.
 func (e *entry) prune() {
+	if e.w.DPSize == 0 && len(e.ranks) == 1 {
+		return
+	}
 	e.ranks = slices.DeleteFunc(e.ranks, func(r *rank) bool { return !r.declared && !r.observed() })
 	if len(e.ranks) == 0 {
 		e.ranks = append(e.ranks, &rank{})

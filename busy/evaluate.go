@@ -28,7 +28,7 @@ func (l *List) evaluateLocked(e *entry, now time.Time) bool {
 	if !now.Before(e.inhibitedUntil) {
 		e.inhibitedUntil = time.Time{}
 	}
-	routable := (e.healthy || !e.probed) && e.inhibitedUntil.IsZero()
+	routable := (e.healthy || !e.probed) && e.inhibitedUntil.IsZero() && !e.draining && !e.circuitOpen
 	l.scheduleLocked(e, now)
 
 	changed := e.busy != allBusy || e.allMarked != allMarked || e.routable != routable

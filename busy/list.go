@@ -70,7 +70,7 @@ func (l *List) Register(w *worker.Worker, now time.Time) {
 }
 
 // Unregister forgets the worker and all that is known of it.
-func (l *List) Unregister(id worker.ID, now time.Time) {
+func (l *List) Unregister(id worker.ID, _ time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	e := l.workers[id]
@@ -159,6 +159,17 @@ func (l *List) Inhibit(id worker.ID, until time.Time, now time.Time) {
 			e.inhibitedUntil = until
 		}
 	})
+}
+
+// SetDraining takes a worker that is about to leave out of the routable ones, or puts it back.
+func (l *List) SetDraining(id worker.ID, draining bool, now time.Time) {
+	l.change(id, now, func(e *entry) { e.draining = draining })
+}
+
+// SetCircuit takes a worker out of the routable ones while its circuit is open. Unlike an
+// inhibition it ends by the next call only.
+func (l *List) SetCircuit(id worker.ID, open bool, now time.Time) {
+	l.change(id, now, func(e *entry) { e.circuitOpen = open })
 }
 
 // Mark makes a worker busy that refused a request for capacity, or one rank of it if the

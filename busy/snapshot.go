@@ -6,7 +6,7 @@ import "spillway/worker"
 // its place. IDs are sorted.
 type Snapshot struct {
 	Registered []worker.ID
-	Routable   []worker.ID // registered, healthy and not inhibited
+	Routable   []worker.ID // registered, healthy, not inhibited, circuit closed, not draining
 	Busy       []worker.ID // every rank is over a threshold or marked; routable or not
 	Marked     []worker.ID // every rank is marked for backpressure
 	// Free are the workers to choose from: routable and not busy. Without thresholds nobody is

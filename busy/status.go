@@ -11,8 +11,9 @@ type State string
 
 // The states, first that applies.
 const (
+	StateDraining  State = "draining"  // about to leave
 	StateUnhealthy State = "unhealthy" // the last probe verdict was bad
-	StateInhibited State = "inhibited" // a request failed hard a moment ago
+	StateInhibited State = "inhibited" // a request failed hard a moment ago, or the circuit is open
 	StateBusy      State = "busy"
 	StateUnknown   State = "unknown" // routable, but neither probed nor sampled yet
 	StateFree      State = "free"
@@ -105,9 +106,11 @@ func (l *List) status(id worker.ID, now time.Time) (WorkerStatus, bool) {
 
 func (e *entry) state() State {
 	switch {
+	case e.draining:
+		return StateDraining
 	case e.probed && !e.healthy:
 		return StateUnhealthy
-	case !e.inhibitedUntil.IsZero():
+	case !e.inhibitedUntil.IsZero() || e.circuitOpen:
 		return StateInhibited
 	case e.busy:
 		return StateBusy
