@@ -1,0 +1,145 @@
+// Package sim simulates inference workers: HTTP servers that speak like vLLM and take the time
+// that work on a GPU would take. What that time is says package engine; this package gives
+// each rank a clock, an OpenAI-style API and metrics.
+package sim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"strconv"
+	"sync"
+	"time"
+)
+
+// unwind is how long Run waits for handlers to notice that it is over.
+const unwind = 2 * time.Second
+
+// Server is all simulated workers of a process.
+type Server struct {
+	cfg     Config
+	log     *slog.Logger
+	started time.Time
+	workers []*worker
+}
+
+// New makes the workers that cfg asks for, idle and with empty memory. Nothing runs yet.
+func New(cfg Config, log *slog.Logger) (*Server, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	s := &Server{cfg: cfg, log: log, started: time.Now()}
+	for range cfg.Count {
+		w, err := newWorker(s)
+		if err != nil {
+			return nil, fmt.Errorf("sim: new worker: %w", err)
+		}
+		s.workers = append(s.workers, w)
+	}
+	return s, nil
+}
+
+// Listen opens the listeners that Run needs, one per worker. On an error none is left open.
+func Listen(cfg Config) ([]net.Listener, error) {
+	var lns []net.Listener
+	for i := range cfg.Count {
+		port := 0
+		if cfg.Port > 0 {
+			port = cfg.Port + i
+		}
+		ln, err := net.Listen("tcp", net.JoinHostPort(cfg.Host, strconv.Itoa(port)))
+		if err != nil {
+			err = fmt.Errorf("sim: listen for worker %d: %w", i, err)
+			for _, open := range lns {
+				err = errors.Join(err, open.Close())
+			}
+			return nil, err
+		}
+		lns = append(lns, ln)
+	}
+	return lns, nil
+}
+
+// Run serves worker i on lns[i] until ctx ends, and closes lns. Requests under way are then
+// cut like those of a worker that is killed. After it returns nothing that it started is left.
+// A Server runs once.
+func (s *Server) Run(ctx context.Context, lns []net.Listener) error {
+	if len(lns) != len(s.workers) {
+		err := fmt.Errorf("sim: %d listeners for %d workers", len(lns), len(s.workers))
+		for _, ln := range lns {
+			err = errors.Join(err, ln.Close())
+		}
+		return err
+	}
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
+	var parts sync.WaitGroup
+	errs := make([]error, len(s.workers))
+	for i, w := range s.workers {
+		w.port = port(lns[i])
+		for _, r := range w.ranks {
+			parts.Go(func() { r.run(ctx) })
+		}
+	}
+	for i, w := range s.workers {
+		parts.Go(func() {
+			defer stop() // one that fails takes the others with it
+			errs[i] = w.serve(ctx, lns[i])
+		})
+		s.log.Info("simulated worker listens", "worker", i, "address", lns[i].Addr().String(), "model", s.cfg.Model, "ranks", s.cfg.DPSize)
+	}
+	parts.Wait()
+	return errors.Join(errs...)
+}
+
+func port(ln net.Listener) int {
+	if a, ok := ln.Addr().(*net.TCPAddr); ok {
+		return a.Port
+	}
+	return 0
+}
+
+// serve answers requests on ln until ctx ends.
+func (w *worker) serve(ctx context.Context, ln net.Listener) error {
+	var conns sync.WaitGroup // net/http itself does not wait for the goroutines of closed ones
+	srv := &http.Server{
+		Handler:           w.routes(),
+		ReadHeaderTimeout: 10 * time.Second,
+		IdleTimeout:       5 * time.Minute,
+		BaseContext:       func(net.Listener) context.Context { return ctx },
+		ConnState: func(_ net.Conn, state http.ConnState) {
+			switch state {
+			case http.StateNew: // called by Serve, so no Add comes after it has returned
+				conns.Add(1)
+			case http.StateClosed:
+				conns.Done()
+			}
+		},
+		ErrorLog: slog.NewLogLogger(w.server.log.Handler(), slog.LevelDebug),
+	}
+	var err error
+	served := make(chan struct{})
+	go func() {
+		defer close(served)
+		err = srv.Serve(ln)
+	}()
+	select {
+	case <-served:
+	case <-ctx.Done():
+	}
+	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), unwind)
+	defer cancel()
+	if srv.Shutdown(last) != nil {
+		// A handler stands in a write to a client that does not read. Closing frees it.
+		_ = srv.Close()
+	}
+	<-served
+	conns.Wait()
+	if !errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("sim: serve: %w", err)
+	}
+	return nil
+}
