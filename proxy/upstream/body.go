@@ -111,6 +111,9 @@ func (b *body) takeLine(line []byte) error {
 		if b.trailer += len(line) + len(crlf); b.trailer > maxTrailer {
 			return fmt.Errorf("%w: trailer of more than %d bytes", ErrFraming, maxTrailer)
 		}
+		if _, _, ok := splitLine(string(line)); !ok {
+			return fmt.Errorf("%w: trailer line %.64q", ErrFraming, line)
+		}
 		return nil
 	}
 	size, err := parseChunkSize(line)

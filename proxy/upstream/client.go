@@ -33,7 +33,7 @@ var (
 	// ErrRequest: the request cannot be put on the wire; nothing was sent.
 	ErrRequest = errors.New("bad request")
 	// ErrClosed: the response was read after its Close.
-	ErrClosed = errors.New("response is closed")
+	ErrClosed = errors.New("upstream: response is closed")
 )
 
 // Config bounds a Client. A zero field takes its default.

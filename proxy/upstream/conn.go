@@ -79,15 +79,9 @@ func dialError(ctx context.Context, addr string, err error) error {
 	return fmt.Errorf("upstream: dial %s: %w: %w", addr, ErrDial, err)
 }
 
-// close closes a connection that nobody uses.
-func (cn *conn) close() {
-	if cn.nc != cn.sock {
-		// Taking leave is polite, waiting for room to do so is not.
-		_ = cn.sock.SetDeadline(time.Now().Add(time.Millisecond))
-		_ = cn.nc.Close()
-	}
-	_ = cn.sock.Close()
-}
+// close closes a connection that is idle: nothing is on its way that saying goodbye, as TLS
+// does, would have to wait for.
+func (cn *conn) close() { _ = cn.nc.Close() }
 
 // quiet reports whether an idle connection is open and nothing has come in: a worker that
 // closed it, or that says something unasked, must not be taken for one that answers.

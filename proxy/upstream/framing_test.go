@@ -55,6 +55,7 @@ func TestFraming(t *testing.T) {
 		{name: "chunk longer than said", answer: chunked + "2\r\nhi!\r\n0\r\n\r\n", status: 200, body: "hi", err: "framing"},
 		{name: "chunk ended by LF", answer: chunked + "2\r\nhi\n0\r\n\r\n", status: 200, body: "hi", err: "framing"},
 		{name: "chunk ended by CR", answer: chunked + "2\r\nhi\r0\r\n\r\n", status: 200, body: "hi", err: "framing"},
+		{name: "trailer malformed", answer: chunked + "0\r\nX Y\r\n\r\n", status: 200, err: "framing"},
 		{name: "trailers too big", answer: chunked + "0\r\n" + strings.Repeat("X: "+strings.Repeat("y", 1000)+"\r\n", 70), whole: true, status: 200, err: "framing"},
 		{name: "both lengths and chunks", answer: ok + "Content-Length: 9\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n", status: 200, body: "hi"},
 		{name: "coding unknown", answer: ok + "Transfer-Encoding: gzip, chunked\r\n\r\n", err: "framing"},

@@ -39,13 +39,9 @@ func (h *head) parse(text string) error {
 		if line == "" {
 			return nil
 		}
-		name, value, ok := strings.Cut(line, ":")
-		if !ok || !token(name) {
+		name, value, ok := splitLine(line)
+		if !ok {
 			return fmt.Errorf("%w: header line %.64q", ErrHeader, line)
-		}
-		value = strings.Trim(value, " \t")
-		if !printable(value) {
-			return fmt.Errorf("%w: control character in %s", ErrHeader, name)
 		}
 		if len(h.fields) == maxFields {
 			return fmt.Errorf("%w: more than %d lines", ErrHeader, maxFields)
@@ -119,6 +115,13 @@ func (h *head) body(method string) (b body, keep bool) {
 	default:
 		return body{framing: untilClose, left: math.MaxInt64}, false
 	}
+}
+
+// splitLine splits a header or trailer line; ok is false if it is malformed.
+func splitLine(line string) (name, value string, ok bool) {
+	name, value, ok = strings.Cut(line, ":")
+	value = strings.Trim(value, " \t")
+	return name, value, ok && token(name) && printable(value)
 }
 
 // token reports whether s is a token of RFC 9110: a method or a header name.

@@ -1,6 +1,7 @@
 package upstream_test
 
 import (
+	"context"
 	"crypto/tls"
 	"fmt"
 	"io"
@@ -243,23 +244,39 @@ func TestTLS(t *testing.T) {
 			mustExchange(t, c, post(""))
 		}
 	})
-	t.Run("an answer too many in one piece", func(t *testing.T) {
+	t.Run("unasked bytes inside TLS", func(t *testing.T) {
+		said := make(chan struct{}, 2)
 		w := tlsWorker(t, cert, func(p *peer) {
-			for {
-				if _, ok := p.request(); !ok {
-					return
-				}
-				nc := p.Conn.(*tls.Conn).NetConn().(interface{ SetNoDelay(bool) error })
-				_ = nc.SetNoDelay(false)
-				p.say(plain)
-				p.say("HTTP/1.1 500 Oops\r\nContent-Length: 0\r\n\r\n")
-			}
+			p.request()
+			p.say("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n") // a record each
+			p.say("ok")
+			p.say("HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
+			said <- struct{}{}
+			p.gone()
 		})
 		c := w.client(t, cfg)
-		for i := range 5 {
-			if status, _, reused, err := exchange(t.Context(), c, post("")); err != nil || status != 200 && !reused {
-				t.Errorf("exchange %d = %d, reused %v, %v", i, status, reused, err)
+		for i := range 2 {
+			resp, err := c.Do(t.Context(), post(""))
+			if err != nil {
+				t.Fatal(err)
 			}
+			await(t, said, "the worker has said it all") // so one read brings the last two
+			body, err := io.ReadAll(resp)
+			if resp.Status != 200 || string(body) != "ok" || resp.Reused() || err != nil {
+				t.Errorf("exchange %d = %d %q, reused %v, %v", i, resp.Status, body, resp.Reused(), err)
+			}
+			resp.Close()
+		}
+	})
+	t.Run("cancelled in the handshake", func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		w := newWorker(t, func(p *peer) {
+			_, _ = p.br.ReadByte()
+			cancel()
+			p.gone()
+		})
+		if _, err := w.client(t, cfg).Do(ctx, post("")); kind(err) != "cancelled" {
+			t.Errorf("Do = %v, want context.Canceled", err)
 		}
 	})
 	t.Run("not trusted", func(t *testing.T) {

@@ -70,7 +70,7 @@ func (r *Response) Complete() bool { return r.err == io.EOF }
 // zero is never. After such a failure the response can only be closed.
 func (r *Response) SetReadDeadline(t time.Time) error {
 	if r.conn == nil {
-		return fmt.Errorf("upstream: %w", ErrClosed)
+		return ErrClosed
 	}
 	r.deadline = r.deadline || !t.IsZero()
 	if err := r.conn.nc.SetReadDeadline(t); err != nil {
@@ -171,7 +171,7 @@ func (r *Response) bodyError(err error) error {
 func (r *Response) Close() error {
 	if r.conn != nil {
 		r.end(r.err == io.EOF && len(r.pending) == 0 && r.keep && r.in.r == r.in.w)
-		r.err = fmt.Errorf("upstream: %w", ErrClosed)
+		r.err = ErrClosed
 	}
 	return nil
 }
@@ -281,6 +281,9 @@ func (r *Response) headError(err error) error {
 		return fmt.Errorf("upstream: waiting for the response head: %w", err)
 	default:
 		r.lost = !r.received
+		if err == io.EOF { // an end that nobody may take for a good one
+			return fmt.Errorf("upstream: %w: closed by the worker", ErrReset)
+		}
 		return fmt.Errorf("upstream: %w: %w", ErrReset, err)
 	}
 }
@@ -302,6 +305,6 @@ func (r *Response) end(keep bool) {
 	if keep {
 		cn.client.put(cn)
 	} else {
-		cn.close()
+		_ = cn.sock.Close() // at once, whatever TLS would still like to say
 	}
 }
