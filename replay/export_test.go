@@ -28,6 +28,20 @@ func FeedStream(pieces ...string) Stream {
 	return got
 }
 
+// Complete returns the report of one request of isl tokens that was sent lag after it was due and
+// whose content came at the given times after that.
+func Complete(cfg Config, isl int, lag time.Duration, at ...time.Duration) Report {
+	t := newTally(cfg)
+	due := time.Unix(1_700_000_000, 0)
+	s := stream{done: true}
+	for _, d := range at {
+		s.content(due.Add(lag + d))
+	}
+	t.offer(due, true)
+	t.add(&Request{ISLTokens: isl, OSLTokens: len(at)}, due, result{sent: true, lag: lag, end: s.last}, &s)
+	return newReport(&run{cfg: cfg, tally: t}, false)
+}
+
 // TraceTime is the integral of the speed that a profile has, by small steps: the slow way to what
 // realTime inverts.
 func TraceTime(profile string, speed float64, real time.Duration) (time.Duration, error) {

@@ -242,7 +242,8 @@ type Check struct {
 	Detail  string `json:"detail"`  // the figure and its limit, or why it is unknown
 }
 
-func newValidity(r *Report) Validity {
+// newValidity judges r. withPIDs says whether the CPU of what was measured is known at all.
+func newValidity(r *Report, withPIDs bool) Validity {
 	v := Validity{OK: true}
 	judge := func(name string, value, limit float64, unit, unknown string) {
 		c := Check{Name: name, Verdict: "ok", Detail: fmt.Sprintf("%.3g%s of at most %.3g%s", value, unit, limit, unit)}
@@ -266,7 +267,7 @@ func newValidity(r *Report) Validity {
 	switch {
 	case len(r.CPU.Missing) > 0:
 		unknown = fmt.Sprintf("processes %v ended before the run did", r.CPU.Missing)
-	case len(r.CPU.Processes) == 0:
+	case !withPIDs:
 		unknown = "no --pids given"
 	}
 	judge("CPU", r.CPU.Cores, maxCores, " cores", unknown)

@@ -45,7 +45,7 @@ func Run(ctx context.Context, cfg Config, out io.Writer) (Report, error) {
 	r.send(ctx)
 	rep := newReport(r, ctx.Err() != nil)
 	rep.Sims = simStats(context.WithoutCancel(ctx), cfg.StatsURLs)
-	rep.Validity = newValidity(&rep)
+	rep.Validity = newValidity(&rep, len(cfg.PIDs) > 0)
 	return rep, write(rep, cfg.JSON, out)
 }
 

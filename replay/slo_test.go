@@ -138,3 +138,54 @@ func TestConfigValidate(t *testing.T) {
 		}
 	}
 }
+
+// steady returns the times of n tokens 10 ms apart, but for long gaps of 1 s at the end.
+func steady(n, long int) []time.Duration {
+	at := []time.Duration{10 * time.Millisecond}
+	for i := 1; i < n; i++ {
+		gap := 10 * time.Millisecond
+		if i >= n-long {
+			gap = time.Second
+		}
+		at = append(at, at[i-1]+gap)
+	}
+	return at
+}
+
+func TestObjectivesOfOneRequest(t *testing.T) {
+	for _, tt := range []struct {
+		name       string
+		ttft       string
+		isl        int
+		lag        time.Duration
+		at         []time.Duration
+		ttftMS     float64
+		late, slow int
+	}{
+		{"good", "20ms", 1, 0, steady(101, 0), 10, 0, 0},
+		{"the client's lateness counts", "20ms", 1, 15 * time.Millisecond, steady(101, 0), 25, 1, 0},
+		{"a long prompt may take longer", "20ms+2x1000", 3, 15 * time.Millisecond, steady(101, 0), 25, 0, 0},
+		{"one long gap of 100 is beyond the p99", "20ms", 1, 0, steady(101, 1), 10, 0, 0},
+		{"two are not", "20ms", 1, 0, steady(101, 2), 10, 0, 1},
+		{"one of 99 is not", "20ms", 1, 0, steady(100, 1), 10, 0, 1},
+		{"one token has no gap", "20ms", 1, 0, steady(1, 0), 10, 0, 0},
+		{"both missed", "5ms", 1, 0, steady(10, 1), 10, 1, 1},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			cfg := replay.DefaultConfig()
+			cfg.SLOTTFT, cfg.SLOITL = tt.ttft, 50*time.Millisecond
+			rep := replay.Complete(cfg, tt.isl, tt.lag, tt.at...)
+			met := 1
+			if tt.late+tt.slow > 0 {
+				met = 0
+			}
+			if rep.SLO.MissedTTFT != tt.late || rep.SLO.MissedITL != tt.slow || rep.SLO.Met != met || rep.TTFT.P50MS != tt.ttftMS {
+				t.Errorf("missed TTFT %d, ITL %d, met %d, TTFT %v ms; want %d, %d, %d, %v",
+					rep.SLO.MissedTTFT, rep.SLO.MissedITL, rep.SLO.Met, rep.TTFT.P50MS, tt.late, tt.slow, met, tt.ttftMS)
+			}
+			if rep.SendLag.Count != 1 || rep.SendLag.MaxMS != float64(tt.lag)/1e6 || rep.OutputTokens != len(tt.at) {
+				t.Errorf("send lag %+v, output tokens %d; want %v, %d", rep.SendLag, rep.OutputTokens, tt.lag, len(tt.at))
+			}
+		})
+	}
+}
