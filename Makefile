@@ -1,0 +1,31 @@
+# Spillway. `make run` tries it, `make test` is what CI runs; see CONTRIBUTING.md for the rest.
+# Needs Go 1.26, gcc, git and make; setup installs what else is missing.
+
+.PHONY: run build test check lint bench setup clean
+
+run: build ## build, then simulated workers and the front end in one process, on port 8000
+	bin/spillway demo
+
+build: setup ## bin/spillway
+	go build -o bin/spillway ./cmd/spillway
+
+test: setup check ## gofmt, vet, lint, and every test under the race detector
+	go test -race ./...
+
+check:
+	@unformatted=$$(gofmt -l .); if [ -n "$$unformatted" ]; then echo "gofmt would change:" $$unformatted; exit 1; fi
+	go vet ./...
+	go tool staticcheck ./...
+
+lint: check
+
+bench: setup ## every benchmark once, with allocations
+	go test -run '^$$' -bench . -benchmem ./...
+
+# setup installs libzmq and pkg-config, which receiving KV events is going to need. It does
+# nothing where both are there. Without a network the build goes on: nothing links to it yet.
+setup:
+	@sh .ci/setup
+
+clean:
+	rm -rf bin
