@@ -75,12 +75,12 @@ func (m *KvWorkerMonitor) Watch(w *worker.Worker, list *busy.List) {
 			return
 		}
 		old.forget()
-		if was, _ := old.target(); was.Name != w.Name {
-			m.metrics.drop(was.Name)
-		}
 	}
 	m.watches[w.ID] = &watch{
 		id: w.ID, metrics: m.metrics.of(w.Name), record: w, list: list, learns: list == nil,
+	}
+	if old != nil {
+		m.dropLocked(old)
 	}
 }
 
@@ -95,9 +95,20 @@ func (m *KvWorkerMonitor) Forget(id worker.ID) {
 	}
 	delete(m.watches, id)
 	w.forget()
-	record, _ := w.target()
-	m.metrics.drop(record.Name)
+	m.dropLocked(w)
 	m.poke()
+}
+
+// dropLocked deletes the series of a watch that has been taken out, unless its worker's name
+// has gone over to another one.
+func (m *KvWorkerMonitor) dropLocked(out *watch) {
+	record, _ := out.target()
+	for _, w := range m.watches {
+		if r, _ := w.target(); r.Name == record.Name {
+			return
+		}
+	}
+	m.metrics.drop(record.Name)
 }
 
 // poke has Run look at what changed.

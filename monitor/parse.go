@@ -33,7 +33,8 @@ func (s *scanner) next() (series, bool) {
 	for {
 		end := bytes.IndexByte(s.rest, '\n')
 		if end < 0 {
-			s.truncated = s.truncated || len(s.rest) > 0
+			// OpenMetrics ends in a line that needs no line feed.
+			s.truncated = len(s.rest) > 0 && string(s.rest) != "# EOF"
 			s.rest = nil
 			return series{}, false
 		}
@@ -42,9 +43,9 @@ func (s *scanner) next() (series, bool) {
 		if len(line) == 0 || line[0] == '#' {
 			continue
 		}
-		cut := bytes.IndexAny(line, "{ \t")
-		if cut < 0 {
-			cut = len(line)
+		cut := 0
+		for cut < len(line) && isNameByte(line[cut]) {
+			cut++
 		}
 		m := s.name(line[:cut])
 		if m == none {
@@ -127,6 +128,11 @@ func cutLabel(s []byte) (name, value, rest []byte, ok bool) {
 		return name, value, rest, true
 	}
 	return nil, nil, nil, false
+}
+
+// isNameByte tells whether c may stand in the name of a metric.
+func isNameByte(c byte) bool {
+	return 'a' <= c && c <= 'z' || c == '_' || c == ':' || 'A' <= c && c <= 'Z' || '0' <= c && c <= '9'
 }
 
 // isLabelName tells whether name is what the format allows there: an unquoted brace or comma

@@ -29,8 +29,8 @@ type watch struct {
 	unhealthy bool // by its probes
 	told      health
 
-	failures int // scrapes that brought nothing, in a row
-	scraped1 bool
+	failures int      // scrapes that brought nothing, in a row
+	known    bool     // at least one brought something
 	cause    *failure // of the last of them
 }
 
@@ -91,7 +91,7 @@ func (w *watch) tellLocked(answered bool, now time.Time) {
 func (w *watch) scrapeSucceeded() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.failures, w.scraped1, w.cause = 0, true, nil
+	w.failures, w.known, w.cause = 0, true, nil
 }
 
 func (w *watch) scrapeFailed(cause *failure) {
@@ -105,7 +105,7 @@ func (w *watch) scrapeFailed(cause *failure) {
 func (w *watch) down() (cause *failure, known bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.list == nil || !w.scraped1 {
+	if w.list == nil || !w.known {
 		return nil, false
 	}
 	if w.failures < backOffAfter {
@@ -124,8 +124,11 @@ func (w *watch) takeOver(record *worker.Worker, list *busy.List) bool {
 	if !reflect.DeepEqual(same, *w.record) {
 		return false
 	}
-	if record != w.naming && !reflect.DeepEqual(*record, *w.record) {
-		w.learns = list == nil
+	if record != w.naming {
+		w.naming = nil // what is being registered has become old
+		if !reflect.DeepEqual(*record, *w.record) {
+			w.learns = list == nil
+		}
 	}
 	w.adoptLocked(record, list)
 	return true
