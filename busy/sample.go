@@ -61,9 +61,9 @@ const (
 
 // record is the last value of each field from one source. The zero record holds nothing.
 type record struct {
-	takenAt time.Time // of the newest sample merged
-	has     uint16    // bit per field
-	counts  [numCounts]uint64
+	takenAt time.Time         // of the newest sample merged
+	has     uint16            // bit per field
+	counts  [numCounts]uint64 // 0 where not known
 	ratio   float64
 }
 
@@ -85,15 +85,19 @@ func (r *record) merge(s *Sample) {
 	}
 }
 
-// keep forgets all but the given fields.
+// keep forgets all but the given fields. What is not known stays 0.
 func (r *record) keep(fields ...field) {
-	var mask uint16
+	kept := record{takenAt: r.takenAt}
 	for _, f := range fields {
-		mask |= 1 << f
+		if r.known(f) {
+			kept.has |= 1 << f
+			kept.counts[f] = r.counts[f]
+		}
 	}
-	if r.has &= mask; r.has == 0 {
-		*r = record{}
+	if kept.has == 0 {
+		kept = record{}
 	}
+	*r = kept
 }
 
 func (r *record) known(f field) bool { return r.has&(1<<f) != 0 }
