@@ -43,11 +43,11 @@ func (w *worker) newCall(r *http.Request, prefix string, g *generation) *call {
 // start submits n sequences for prompt, which get output tokens each, to the wanted rank.
 func (c *call) start(prompt []uint32, n, output, rank int, own bool) error {
 	c.prompt += len(prompt)
-	for range n {
+	for i := range n {
 		r := c.worker.assign(rank)
 		rank = r.dp // the sequences of a prompt stay together
 		ch := &choice{index: len(c.choices), rank: r, prompt: len(prompt), stop: own, bell: c.bell}
-		ch.text = wordsFor(prompt, ch.index)
+		ch.text = wordsFor(prompt, i)
 		if err := r.submit(ch, prompt, ch.text.tokens(output), c.priority); err != nil {
 			c.worker.unassign(r.dp)
 			if errors.Is(err, engine.ErrNeverFits) {

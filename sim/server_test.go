@@ -35,7 +35,7 @@ func serve(t *testing.T, cfg sim.Config) []string {
 
 func serveUntil(t *testing.T, cfg sim.Config) (urls []string, stop func()) {
 	t.Helper()
-	s, err := sim.New(cfg, slog.New(slog.DiscardHandler))
+	s, err := sim.New(cfg, discard())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -57,6 +57,8 @@ func serveUntil(t *testing.T, cfg sim.Config) (urls []string, stop func()) {
 		http.DefaultClient.CloseIdleConnections()
 	}
 }
+
+func discard() *slog.Logger { return slog.New(slog.DiscardHandler) }
 
 // post sends body and returns status and answer.
 func post(t *testing.T, url, body string, header ...string) (int, []byte) {
