@@ -64,8 +64,11 @@ func (l *List) Register(w *worker.Worker, now time.Time) {
 		l.order = slices.Insert(l.order, i, e)
 	}
 	e.declare(w)
-	if l.evaluateLocked(e, now) || added {
+	switch changed := l.evaluateLocked(e, now); {
+	case added:
 		l.publishLocked()
+	case changed:
+		l.amendLocked(e)
 	}
 }
 
@@ -95,7 +98,7 @@ func (l *List) Observe(s Sample, now time.Time) {
 	}
 	e.observe(&s, now, l.cfg.SignalStaleAfter)
 	if l.evaluateLocked(e, now) {
-		l.publishLocked()
+		l.amendLocked(e)
 	}
 }
 
@@ -127,7 +130,7 @@ func (l *List) Scraped(id worker.ID, page []Sample, restarted bool, now time.Tim
 	e.countMissing(now, l.cfg.SignalStaleAfter)
 	e.prune()
 	if l.evaluateLocked(e, now) {
-		l.publishLocked()
+		l.amendLocked(e)
 	}
 }
 
@@ -136,7 +139,7 @@ func (l *List) Refresh(id worker.ID, now time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if e := l.workers[id]; e != nil && l.evaluateLocked(e, now) {
-		l.publishLocked()
+		l.amendLocked(e)
 	}
 }
 
@@ -197,7 +200,7 @@ func (l *List) change(id worker.ID, now time.Time, f func(*entry)) {
 	}
 	f(e)
 	if l.evaluateLocked(e, now) {
-		l.publishLocked()
+		l.amendLocked(e)
 	}
 }
 

@@ -1,6 +1,10 @@
 package busy
 
-import "spillway/worker"
+import (
+	"slices"
+
+	"spillway/worker"
+)
 
 // Snapshot is one picture of a List. It never changes; when its content would, another takes
 // its place. IDs are sorted.
@@ -24,7 +28,50 @@ type Snapshot struct {
 // Snapshot returns the present picture. It takes no lock.
 func (l *List) Snapshot() *Snapshot { return l.snapshot.Load() }
 
-// publishLocked replaces the snapshot.
+// amendLocked replaces the snapshot after the verdict on one worker has changed. What stays as
+// it was is shared with the last snapshot: near a threshold every request may change a verdict.
+func (l *List) amendLocked(e *entry) {
+	s := *l.snapshot.Load()
+	if !s.ThresholdsSet { // then a mark on one worker can decide on the others
+		l.publishLocked()
+		return
+	}
+	s.Routable, s.RoutableSlots = amended(s.Routable, s.RoutableSlots, e, e.routable)
+	s.Busy, _ = amended(s.Busy, nil, e, e.busy)
+	s.Marked, _ = amended(s.Marked, nil, e, e.allMarked)
+	s.Free, s.FreeSlots = amended(s.Free, s.FreeSlots, e, e.routable && !e.busy)
+	l.snapshot.Store(&s)
+}
+
+// amended returns ids, and slots beside them if there are any, with the worker in or out. What
+// is given stays as it is.
+func amended(ids []worker.ID, slots []int32, e *entry, in bool) ([]worker.ID, []int32) {
+	i, found := slices.BinarySearch(ids, e.id)
+	if found == in {
+		return ids, slots
+	}
+	rest := i
+	if found {
+		rest++
+	}
+	more := make([]worker.ID, 0, len(ids)+1)
+	more = append(more, ids[:i]...)
+	if in {
+		more = append(more, e.id)
+	}
+	more = append(more, ids[rest:]...)
+	if slots == nil {
+		return more, nil
+	}
+	places := make([]int32, 0, len(slots)+1)
+	places = append(places, slots[:i]...)
+	if in {
+		places = append(places, int32(e.slot))
+	}
+	return more, append(places, slots[rest:]...)
+}
+
+// publishLocked replaces the snapshot by one made from scratch.
 func (l *List) publishLocked() {
 	n := len(l.order)
 	s := &Snapshot{
