@@ -13,7 +13,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -134,12 +133,17 @@ func TestRunCompleted(t *testing.T) {
 // answer before sending the next would never get one.
 func TestRunIsOpenLoop(t *testing.T) {
 	const n = 50
-	var arrived sync.WaitGroup
-	arrived.Add(n)
-	url := serve(t, func(w http.ResponseWriter, _ *http.Request, a asked) {
-		arrived.Done()
-		arrived.Wait()
-		answer(w, a, 0)
+	var arrived atomic.Int64
+	all := make(chan struct{})
+	url := serve(t, func(w http.ResponseWriter, r *http.Request, a asked) {
+		if arrived.Add(1) == n {
+			close(all)
+		}
+		select {
+		case <-all:
+			answer(w, a, 0)
+		case <-r.Context().Done():
+		}
 	})
 	if rep, _ := mustRun(t, load(url, n)); rep.Completed != n {
 		t.Errorf("completed %d, want %d: %+v", rep.Completed, n, rep.FailedBy)
