@@ -29,7 +29,7 @@ type command struct {
 	Name    string `koanf:"name" usage:"name"`
 	On      bool   `koanf:"on" dyn:"DYN_ON" usage:"switch"`
 	Seed    uint64 `koanf:"seed" usage:"seed"`
-	Status  int    `koanf:"status" dyn:"DYN_STATUS" bad:"default" usage:"status"`
+	Status  int    `koanf:"status" dyn:"DYN_STATUS" bad:"dyn" usage:"status"`
 	Level   string `koanf:"level" dyn:"DYN_LEVEL" bad:"dyn" usage:"level"`
 	Form    string `koanf:"form" dyn:"DYN_JSON" dynbool:"json" usage:"form"`
 	Ratio   float64
@@ -203,6 +203,7 @@ func TestErrors(t *testing.T) {
 		{"Validate on the file", "frac: 1.5", nil, nil, "frac: 1.5 is above 1 (from file s.yaml)"},
 		{"Validate on the last source", "port: 0", []string{"DYN_PORT=-1"}, nil, "port: -1 is not within 1..65535 (from variable DYN_PORT)"},
 		{"two at once", "port: 0\nfrac: 2", nil, nil, "port: 0 is not within 1..65535 (from file s.yaml)\nfrac: 2 is above 1 (from file s.yaml)"},
+		{"lenient for DYN_ only", "", []string{"SPILLWAY_STATUS=busy"}, nil, `status: "busy" is not a whole number (from variable SPILLWAY_STATUS)`},
 		{"level from a flag", "", nil, []string{"--level=loud"}, `level: "loud" is unknown (from flag --level)`},
 		{"two documents", "port: 1\n---\nport: 2", nil, nil, "file s.yaml: holds more than one YAML document"},
 		{"not a map", "- port", nil, nil, "file s.yaml: yaml: unmarshal errors:\n  line 1: cannot unmarshal !!seq into map[string]interface {}"},
@@ -239,9 +240,8 @@ func TestWarnings(t *testing.T) {
 		{"deprecated flag", "", nil, []string{"--admission-control=none"}, "admission-control: ignored: set the thresholds instead (from flag --admission-control)"},
 		{"deprecated variable", "", []string{"SPILLWAY_ADMISSION_CONTROL=none"}, nil, "admission-control: ignored: set the thresholds instead (from variable SPILLWAY_ADMISSION_CONTROL)"},
 		{"deprecated key", "admission-control: none", nil, nil, "admission-control: ignored: set the thresholds instead (from file s.yaml)"},
-		{"nonsense means the default", "", nil, []string{"--status=busy"}, `status: "busy" is not a whole number (from flag --status): using the default`},
-		{"so does what Validate refuses", "status: 100", nil, nil, "status: 100 is no final status (from file s.yaml): using the default"},
-		{"bad DYN_ of a lenient key", "", []string{"DYN_LEVEL=info,x=debug"}, nil, `level: "info,x=debug" is unknown (from variable DYN_LEVEL): using the default`},
+		{"bad DYN_ of a lenient key", "", []string{"DYN_STATUS=busy"}, nil, `status: "busy" is not a whole number (from variable DYN_STATUS): using the default`},
+		{"so does one that Validate refuses", "", []string{"DYN_LEVEL=info,x=debug"}, nil, `level: "info,x=debug" is unknown (from variable DYN_LEVEL): using the default`},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			cfg, warnings, err := load(t, tt.file, tt.env, tt.args...)

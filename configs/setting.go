@@ -18,14 +18,14 @@ type setting struct {
 	usage    string // for --help
 	dyn      string // documented DYN_ variable, or ""
 	dynBool  string // if not "", dyn is a boolean, and true means this value
-	bad      string // "default": a bad value means the default, with a warning; "dyn": only one from dyn
+	bad      string // "dyn": a bad value of dyn means the default, with a warning
 	fileOnly bool   // has neither flag nor variable
 	typ      reflect.Type
 }
 
 // forgives tells whether a bad value from source is a warning rather than an error.
 func (s setting) forgives(source string) bool {
-	return source != "default" && (s.bad == "default" || s.bad == "dyn" && source == "variable "+s.dyn)
+	return s.bad == "dyn" && source == "variable "+s.dyn
 }
 
 type settings []setting
