@@ -5,29 +5,23 @@ import (
 	"fmt"
 
 	"spillway/busy"
-	"spillway/router"
 	"spillway/worker"
 )
 
 // Serving is what serves clients, wherever its workers come from.
 type Serving struct {
-	Busy   busy.Config   `koanf:",squash"`
-	Router router.Config `koanf:",squash"`
-	Log    Log           `koanf:",squash"`
+	Busy busy.Config `koanf:",squash"`
+	Log  Log         `koanf:",squash"`
 }
 
 // DefaultServing returns the settings of a run without flags.
 func DefaultServing() Serving {
-	return Serving{
-		Busy:   busy.DefaultConfig(),
-		Router: router.DefaultConfig(),
-		Log:    DefaultLog(),
-	}
+	return Serving{Busy: busy.DefaultConfig(), Log: DefaultLog()}
 }
 
 // Validate returns all findings, each beginning with its key.
 func (c Serving) Validate() error {
-	return errors.Join(c.Busy.Validate(), c.Router.Validate(), c.Log.Validate())
+	return errors.Join(c.Busy.Validate(), c.Log.Validate())
 }
 
 // Fleet is what a front end is told about workers and models.
