@@ -119,3 +119,17 @@ func (e *entry) state() State {
 	}
 	return StateFree
 }
+
+// Recovery is how long until the first of the inhibited workers may be tried again, or 0 if
+// none is inhibited. Like Workers it may be called at any time.
+func (l *List) Recovery(now time.Time) time.Duration {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var least time.Duration
+	for _, e := range l.order {
+		if left := e.inhibitedUntil.Sub(now); !e.inhibitedUntil.IsZero() && left > 0 && (least == 0 || left < least) {
+			least = left
+		}
+	}
+	return least
+}

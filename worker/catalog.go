@@ -159,3 +159,6 @@ func (c *Catalog) Find(id ID) *Worker {
 	}
 	return nil
 }
+
+// IsAlias tells whether a name is an operator's alias, which workers do not know.
+func (c *Catalog) IsAlias(name string) bool { _, ok := c.aliases[name]; return ok }

@@ -1,0 +1,127 @@
+package proxy
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Config is what an operator sets of the front end's HTTP side. A zero limit is off where its
+// usage says so.
+type Config struct {
+	Host string `koanf:"http-host" dyn:"DYN_HTTP_HOST" usage:"address to listen on"`
+	Port int    `koanf:"http-port" dyn:"DYN_HTTP_PORT" usage:"port to listen on; 0 takes a free one"`
+
+	BodyLimitMB         int           `koanf:"body-limit-mb" dyn:"DYN_HTTP_BODY_LIMIT_MB" usage:"largest request body in binary megabytes"`
+	DialTimeout         time.Duration `koanf:"dial-timeout" usage:"limit for connecting to a worker"`
+	ClientWriteTimeout  time.Duration `koanf:"client-write-timeout" usage:"limit for one write to a client that does not read"`
+	ClientReadTimeout   time.Duration `koanf:"client-read-timeout" usage:"limit for a pause while a client sends its request body"`
+	DrainTimeout        time.Duration `koanf:"drain-timeout" dyn:"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS" usage:"how long running requests may take after SIGTERM"`
+	DrainDelay          time.Duration `koanf:"drain-delay" usage:"how long after SIGTERM requests are still admitted while /health and /ready say no"`
+	MigrationLimit      int           `koanf:"migration-limit" dyn:"DYN_MIGRATION_LIMIT" usage:"further workers to try before the first byte of an answer"`
+	InhibitedDuration   time.Duration `koanf:"inhibited-duration" dyn:"DYN_RUNTIME_INHIBITED_DURATION_SECS" usage:"how long a worker that failed hard is left alone; 0 is off"`
+	CommitOn            string        `koanf:"commit-on" usage:"when a stream is committed to its worker: event (its first) or head"`
+	UnaryPrefill        string        `koanf:"unary-prefill" usage:"when the prefill load of a request that does not stream ends: estimate, or hold until the response head"`
+	SlotMaxAge          time.Duration `koanf:"slot-max-age" usage:"age without progress at which a reservation whose request is gone counts as leaked"`
+	OverloadStatusCode  string        `koanf:"overload-status-code" dyn:"DYN_HTTP_OVERLOAD_STATUS_CODE" usage:"status of a refusal because of load"`
+	RetryAfter          string        `koanf:"retry-after" usage:"seconds for Retry-After on such a refusal; 0 sends none, auto follows the rate at which room is freed"`
+	ErrorEnvelope       string        `koanf:"error-envelope" usage:"shape of error bodies: flat, or openai to wrap them in an error object"`
+	ExposeUpstreamError bool          `koanf:"expose-upstream-errors" usage:"pass on the bodies of workers' 5xx answers"`
+	ForceIncludeUsage   bool          `koanf:"force-include-usage" dyn:"DYN_ENABLE_FORCE_INCLUDE_USAGE" usage:"always ask workers for usage on streams"`
+	StrictValidation    bool          `koanf:"strict-validation" usage:"check sampling parameters and refuse unknown fields"`
+	StripNvext          bool          `koanf:"strip-nvext" usage:"remove nvext from bodies before they go to a worker"`
+	ForwardAuth         bool          `koanf:"forward-authorization" usage:"pass on the client's Authorization header to workers without a key of their own"`
+	HideWorkerHeaders   bool          `koanf:"hide-worker-headers" usage:"leave out X-Spillway-Worker, X-Spillway-Dp-Rank and X-Spillway-Attempts"`
+	SuppressSDKRetry    bool          `koanf:"suppress-sdk-retry" usage:"send x-should-retry: false with refusals because of load"`
+	DisableRoutingHints bool          `koanf:"disable-routing-hints" dyn:"DYN_DISABLE_FRONTEND_NVEXT" usage:"ignore headers that pin a request to a worker or rank"`
+	DisableAdminAPI     bool          `koanf:"disable-admin-api" dyn:"DYN_DISABLE_FRONTEND_ADMIN_API" usage:"do not serve /busy_threshold"`
+	MetadataHeader      string        `koanf:"metadata-header" dyn:"DYN_METADATA_HEADER" usage:"prefix of headers that carry metadata"`
+
+	ChatPath        string `koanf:"chat-path" dyn:"DYN_HTTP_SVC_CHAT_PATH" usage:"route of chat completions"`
+	CompletionsPath string `koanf:"completions-path" dyn:"DYN_HTTP_SVC_CMP_PATH" usage:"route of completions"`
+	EmbeddingsPath  string `koanf:"embeddings-path" dyn:"DYN_HTTP_SVC_EMB_PATH" usage:"route of embeddings"`
+	ModelsPath      string `koanf:"models-path" dyn:"DYN_HTTP_SVC_MODELS_PATH" usage:"route of the model list"`
+	HealthPath      string `koanf:"health-route" dyn:"DYN_HTTP_SVC_HEALTH_PATH" usage:"route of the readiness probe"`
+	LivePath        string `koanf:"live-route" dyn:"DYN_HTTP_SVC_LIVE_PATH" usage:"route of the liveness probe"`
+	MetricsPath     string `koanf:"metrics-route" dyn:"DYN_HTTP_SVC_METRICS_PATH" usage:"route of the metrics"`
+}
+
+// DefaultConfig is the documented front end.
+func DefaultConfig() Config {
+	return Config{
+		Host: "0.0.0.0", Port: 8000,
+		BodyLimitMB: 45, DialTimeout: 2 * time.Second, ClientWriteTimeout: time.Minute, ClientReadTimeout: time.Minute,
+		DrainTimeout: 5 * time.Second, MigrationLimit: 1, InhibitedDuration: 5 * time.Second,
+		CommitOn: "event", UnaryPrefill: "estimate", SlotMaxAge: 10 * time.Minute,
+		OverloadStatusCode: "503", RetryAfter: "1", ErrorEnvelope: "flat", ForwardAuth: true, MetadataHeader: "x-dynamo-meta-",
+		ChatPath: "/v1/chat/completions", CompletionsPath: "/v1/completions", EmbeddingsPath: "/v1/embeddings",
+		ModelsPath: "/v1/models", HealthPath: "/health", LivePath: "/live", MetricsPath: "/metrics",
+	}
+}
+
+// Validate checks every field; an overload status that cannot be sent is no error (overloadStatus).
+func (c Config) Validate() error {
+	var errs []error
+	fail := func(key, format string, args ...any) {
+		errs = append(errs, fmt.Errorf("%s: %s", key, fmt.Sprintf(format, args...)))
+	}
+	if c.Port < 0 || c.Port > 65535 {
+		fail("http-port", "%d is not within 0..65535", c.Port)
+	}
+	if c.BodyLimitMB < 1 || c.BodyLimitMB > 4096 {
+		fail("body-limit-mb", "%d is not within 1..4096", c.BodyLimitMB)
+	}
+	if c.MigrationLimit < 0 || c.MigrationLimit > 100 {
+		fail("migration-limit", "%d is not within 0..100", c.MigrationLimit)
+	}
+	for key, d := range map[string]time.Duration{
+		"dial-timeout": c.DialTimeout, "client-write-timeout": c.ClientWriteTimeout,
+		"client-read-timeout": c.ClientReadTimeout, "slot-max-age": c.SlotMaxAge,
+	} {
+		if d <= 0 {
+			fail(key, "%v is not positive", d)
+		}
+	}
+	for key, d := range map[string]time.Duration{
+		"drain-timeout": c.DrainTimeout, "drain-delay": c.DrainDelay, "inhibited-duration": c.InhibitedDuration,
+	} {
+		if d < 0 {
+			fail(key, "%v is negative", d)
+		}
+	}
+	if c.CommitOn != "event" && c.CommitOn != "head" {
+		fail("commit-on", "%q is neither event nor head", c.CommitOn)
+	}
+	if c.UnaryPrefill != "estimate" && c.UnaryPrefill != "hold" {
+		fail("unary-prefill", "%q is neither estimate nor hold", c.UnaryPrefill)
+	}
+	if c.ErrorEnvelope != "flat" && c.ErrorEnvelope != "openai" {
+		fail("error-envelope", "%q is neither flat nor openai", c.ErrorEnvelope)
+	}
+	if n, err := strconv.Atoi(c.RetryAfter); c.RetryAfter != "auto" && (err != nil || n < 0) {
+		fail("retry-after", "%q is neither auto nor a number of seconds", c.RetryAfter)
+	}
+	for key, path := range map[string]string{
+		"chat-path": c.ChatPath, "completions-path": c.CompletionsPath, "embeddings-path": c.EmbeddingsPath,
+		"models-path": c.ModelsPath, "health-route": c.HealthPath, "live-route": c.LivePath, "metrics-route": c.MetricsPath,
+	} {
+		if !strings.HasPrefix(path, "/") || strings.ContainsAny(path, ":*? #") {
+			fail(key, "%q is no plain path", path)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// overloadStatus is the configured status; one that HTTP cannot carry with a body becomes 503
+// with a warning, so that a misspelling never turns refusals into something else.
+func (c Config) overloadStatus(log *slog.Logger) int {
+	n, err := strconv.Atoi(strings.TrimSpace(c.OverloadStatusCode))
+	if err != nil || n < 200 || n > 999 || n == 204 || n == 205 || n == 304 {
+		log.Warn("overload-status-code cannot be used, 503 is sent instead", "value", c.OverloadStatusCode)
+		return 503
+	}
+	return n
+}

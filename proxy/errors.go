@@ -1,0 +1,115 @@
+package proxy
+
+import (
+	"encoding/json"
+	"log/slog"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/labstack/echo/v4"
+
+	"spillway/httperr"
+)
+
+// flatBody is the body of every error but those of /busy_threshold; the order of its keys is part
+// of the contract.
+type flatBody struct {
+	Message string         `json:"message"`
+	Type    string         `json:"type"`
+	Code    int            `json:"code"`
+	Details map[string]any `json:"details,omitempty"`
+}
+
+// body renders e. The status stands in the body too.
+func (s *Server) body(e *httperr.Error) []byte {
+	if e.Reason == httperr.Overloaded || e.Reason == httperr.WorkerOverloaded {
+		return s.overloadBody // rendered once: refusing must be cheap
+	}
+	return renderError(s.cfg.ErrorEnvelope, e)
+}
+
+func renderError(envelope string, e *httperr.Error) []byte {
+	flat := flatBody{Message: e.Message, Type: e.Type(), Code: e.Status}
+	var v any = flat
+	if envelope == "openai" {
+		v = map[string]any{"error": flat}
+	}
+	b, err := json.Marshal(v)
+	if err != nil {
+		panic("proxy: an error body cannot fail to render: " + err.Error())
+	}
+	return b
+}
+
+// handleError is the echo.HTTPErrorHandler of the server: every error a handler or echo itself
+// returns becomes an answer here, unless one is under way.
+func (s *Server) handleError(err error, c echo.Context) {
+	if c.Response().Committed {
+		return
+	}
+	e := httperr.From(err, "", s.overload)
+	switch {
+	case e.Status == http.StatusNotFound && e.Detail == nil && isEcho(err):
+		e = httperr.New(404, "No route for "+c.Request().Method+" "+c.Request().URL.Path)
+	case e.Status == http.StatusMethodNotAllowed:
+		e = httperr.New(405, "Method "+c.Request().Method+" is not allowed on "+c.Request().URL.Path)
+	case e.Cause == httperr.Internal:
+		s.log.Error("request failed", "method", c.Request().Method, "path", c.Request().URL.Path, "err", err)
+	}
+	s.answer(c.Response(), e)
+}
+
+func isEcho(err error) bool {
+	_, ok := err.(*echo.HTTPError)
+	return ok
+}
+
+// answer writes e as the whole answer.
+func (s *Server) answer(w http.ResponseWriter, e *httperr.Error) {
+	h := w.Header()
+	h["Content-Type"] = jsonType
+	if e.Reason != "" {
+		h["X-Spillway-Reason"] = []string{string(e.Reason)}
+		h["X-Llm-D-Request-Dropped-Reason"] = []string{e.Reason.Dropped()}
+		switch {
+		case e.Reason.Rejected():
+			s.retryAfter(h, e.RetryAfter)
+			if s.cfg.SuppressSDKRetry {
+				h["X-Should-Retry"] = []string{"false"}
+			}
+		case e.Reason == httperr.NoHealthyWorkers:
+			h["Retry-After"] = []string{seconds(max(e.RetryAfter, time.Second))}
+		case e.Reason == httperr.Draining:
+			h["Connection"] = []string{"close"}
+		}
+	}
+	body := s.body(e)
+	h["Content-Length"] = []string{strconv.Itoa(len(body))}
+	w.WriteHeader(e.Status)
+	if _, err := w.Write(body); err != nil {
+		s.log.Debug("client left before its answer", slog.Any("err", err))
+	}
+}
+
+var jsonType = []string{"application/json"}
+
+// seconds renders a duration for Retry-After, rounded up.
+func seconds(d time.Duration) string {
+	return strconv.FormatInt(int64((d+time.Second-1)/time.Second), 10)
+}
+
+// retryAfter says when to come back: what a worker asked for, else what is configured.
+func (s *Server) retryAfter(h http.Header, asked time.Duration) {
+	switch {
+	case asked > 0:
+		h["Retry-After"] = []string{seconds(asked)}
+	case s.cfg.RetryAfter == "0":
+	case s.cfg.RetryAfter == "auto":
+		wait := s.freed.wait(time.Now())
+		h["Retry-After"] = []string{seconds(wait)}
+		h["Retry-After-Ms"] = []string{strconv.FormatInt(wait.Milliseconds(), 10)}
+	default:
+		h["Retry-After"] = s.retryValue
+	}
+}

@@ -1,0 +1,79 @@
+package proxy
+
+import (
+	"fmt"
+	"math"
+	"net/url"
+	"sync/atomic"
+	"time"
+
+	"spillway/proxy/upstream"
+	"spillway/worker"
+)
+
+// peer is what the server keeps for one worker: its connections and how fast it prefills.
+type peer struct {
+	endpoint string
+	client   *upstream.Client
+	host     string
+	name     []string // value of X-Spillway-Worker, ready for a header map
+	rate     rate
+}
+
+// peer returns the peer of w; a changed endpoint makes a new one.
+func (s *Server) peer(w *worker.Worker) (*peer, error) {
+	if p, ok := s.peers.Load(w.ID); ok && p.(*peer).endpoint == w.Endpoint && p.(*peer).name[0] == w.Name {
+		return p.(*peer), nil
+	}
+	u, err := url.Parse(w.Endpoint)
+	if err != nil {
+		return nil, fmt.Errorf("proxy: worker %s: %w", w.Name, err)
+	}
+	client, err := upstream.New(u, upstream.Config{DialTimeout: s.cfg.DialTimeout})
+	if err != nil {
+		return nil, fmt.Errorf("proxy: worker %s: %w", w.Name, err)
+	}
+	p := &peer{endpoint: w.Endpoint, client: client, host: u.Host, name: []string{w.Name}}
+	if old, ok := s.peers.Swap(w.ID, p); ok {
+		old.(*peer).client.Close()
+	}
+	return p, nil
+}
+
+// rate is an exponentially weighted mean of prefill speed in tokens per second.
+type rate struct {
+	bits atomic.Uint64 // of a float64; 0 before any measurement
+}
+
+const unknownRate = 8000 // tokens per second, before any measurement
+
+// halfLife20 weighs a measurement so that half of the mean is from the last 20.
+var halfLife20 = 1 - math.Exp2(-1.0/20)
+
+// observe takes in that so many tokens that were not cached took so long to the first token.
+func (r *rate) observe(tokens uint64, ttft time.Duration) {
+	if tokens == 0 || ttft <= 0 {
+		return
+	}
+	now := float64(tokens) / ttft.Seconds()
+	for {
+		old := r.bits.Load()
+		mean := now
+		if old != 0 {
+			mean = math.Float64frombits(old)
+			mean += halfLife20 * (now - mean)
+		}
+		if r.bits.CompareAndSwap(old, math.Float64bits(mean)) {
+			return
+		}
+	}
+}
+
+// predict is how long a prefill of so many tokens should take, within 0.2 to 60 seconds.
+func (r *rate) predict(tokens uint64) time.Duration {
+	perSecond := float64(unknownRate)
+	if b := r.bits.Load(); b != 0 {
+		perSecond = math.Float64frombits(b)
+	}
+	return time.Duration(min(max(float64(tokens)/perSecond, 0.2), 60) * float64(time.Second))
+}

@@ -1,0 +1,54 @@
+package proxy
+
+import (
+	"math/rand/v2"
+	"sync"
+	"time"
+)
+
+// rates counts, second by second over the last minute, the reservations that were given back and
+// the requests that were refused.
+type rates struct {
+	mu     sync.Mutex
+	second [60]struct {
+		at    int64 // unix time of the second
+		freed uint32
+		shed  uint32
+	}
+}
+
+func (r *rates) free(now time.Time) { r.add(now, 1, 0) }
+func (r *rates) shed(now time.Time) { r.add(now, 0, 1) }
+
+func (r *rates) add(now time.Time, freed, shed uint32) {
+	at := now.Unix()
+	r.mu.Lock()
+	s := &r.second[at%60]
+	if s.at != at {
+		s.at, s.freed, s.shed = at, 0, 0
+	}
+	s.freed += freed
+	s.shed += shed
+	r.mu.Unlock()
+}
+
+// wait is when a refused client should come back: the time in which as much room is freed as
+// was asked for in vain within a second, from 1 to 30 s, spread so that clients do not return
+// together.
+func (r *rates) wait(now time.Time) time.Duration {
+	r.mu.Lock()
+	var freed, shed float64
+	for _, s := range r.second {
+		if s.at > now.Unix()-60 {
+			freed += float64(s.freed)
+			shed += float64(s.shed)
+		}
+	}
+	r.mu.Unlock()
+	seconds := 30.0
+	if freed > 0 {
+		seconds = max(shed, 1) / freed
+	}
+	seconds = min(max(seconds*(0.75+rand.Float64()/2), 1), 30)
+	return time.Duration(seconds * float64(time.Second))
+}

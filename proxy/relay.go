@@ -1,0 +1,322 @@
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/bits"
+	"net/http"
+	"net/textproto"
+	"strconv"
+	"strings"
+	"time"
+
+	"spillway/httperr"
+	"spillway/proxy/upstream"
+	"spillway/worker"
+)
+
+// failure is an attempt that ended before anything was sent to the client.
+type failure struct {
+	answer *httperr.Error
+	retry  bool // another worker may do better
+	unsent bool // the worker has processed nothing
+}
+
+func (f *failure) Error() string { return f.answer.Error() }
+func (f *failure) Unwrap() error { return f.answer }
+
+const maxUnary = 1 << 20 // bytes of a unary answer that are held back until it is whole
+
+// try sends the request to the selected worker and relays its answer. A *failure means that the
+// client has seen nothing yet.
+func (x *exchange) try(attempt int) error {
+	head := bodies.get(0)
+	defer bodies.put(head)
+	*head = x.appendHead((*head)[:0], attempt)
+	resp, err := x.peer.client.Do(x.req.Context(), &upstream.Request{
+		Method: http.MethodPost, Path: x.ep.path, Head: *head, Body: x.forward,
+	})
+	if err != nil {
+		return x.lost(err)
+	}
+	defer resp.Close()
+	switch {
+	case resp.Status >= 200 && resp.Status < 300:
+	case resp.Status < 400:
+		return x.badGateway(fmt.Errorf("worker answered %d", resp.Status))
+	case resp.Status == 429, resp.Status == 529, resp.Status >= 500, resp.Status == 499:
+		return x.refused(resp)
+	}
+	if strings.HasPrefix(resp.Header("Content-Type"), "text/event-stream") && resp.Status < 300 {
+		return x.stream(resp)
+	}
+	return x.unary(resp)
+}
+
+// lost makes of a transport error what the client gets, and takes the worker out for a while
+// unless it was the client that left.
+func (x *exchange) lost(err error) error {
+	if ctxErr := x.req.Context().Err(); ctxErr != nil {
+		return ctxErr
+	}
+	x.inhibit()
+	f := x.badGateway(err)
+	f.unsent = errors.Is(err, upstream.ErrDial)
+	return f
+}
+
+func (x *exchange) badGateway(err error) *failure {
+	return &failure{retry: true, answer: &httperr.Error{
+		Status: http.StatusBadGateway, Cause: httperr.Internal,
+		Message: "The worker could not be reached or broke the connection", Detail: fmt.Errorf("worker %s: %w", x.sel.Worker.Name, err),
+	}}
+}
+
+func (x *exchange) inhibit() {
+	if x.s.cfg.InhibitedDuration > 0 {
+		now := time.Now()
+		x.slot.part.Busy.Inhibit(x.sel.Worker.ID, now.Add(x.s.cfg.InhibitedDuration), now)
+	}
+}
+
+// maxErrorBody bounds what is read of a worker's error in bytes.
+const maxErrorBody = 64 << 10
+
+// refused deals with a status by which a worker declines or fails.
+func (x *exchange) refused(resp *upstream.Response) error {
+	body, err := io.ReadAll(io.LimitReader(resp, maxErrorBody))
+	if err != nil && x.req.Context().Err() != nil {
+		return x.req.Context().Err()
+	}
+	after := retryAfterOf(resp)
+	detail := fmt.Errorf("worker %s answered %d: %.200q", x.sel.Worker.Name, resp.Status, body)
+	switch {
+	case resp.Status == 499:
+		return &httperr.Error{Status: 499, Cause: httperr.Cancelled, Message: "Client closed request", Detail: detail}
+	case resp.Status == 429, resp.Status == 529, resp.Status == 503 && (after > 0 || tellsOfLoad(body)):
+		return x.capacity(after, detail)
+	case resp.Status == 503:
+		return &failure{retry: true, answer: &httperr.Error{
+			Status: 503, Cause: httperr.Unavailable, Message: "Service temporarily unavailable: the worker is not available", Detail: detail,
+		}}
+	}
+	f := &failure{retry: resp.Status == 502 || resp.Status == 504, answer: &httperr.Error{
+		Status: resp.Status, Cause: httperr.Internal, Message: "The worker failed to process the request", Detail: detail,
+	}}
+	if resp.Status == 504 {
+		f.answer.Cause = httperr.ResponseTimeout
+	}
+	if x.s.cfg.ExposeUpstreamError && err == nil && !f.retry {
+		x.copyHeaders(resp)
+		return x.whole(resp.Status, body)
+	}
+	return f
+}
+
+// capacity is a refusal by a worker that has too much to do: it is passed over for a while, and
+// that is no fault.
+func (x *exchange) capacity(after time.Duration, detail error) *failure {
+	var dp *uint32
+	if x.sel.MultiRank {
+		dp = &x.sel.Rank.DP
+	}
+	x.slot.part.Busy.Mark(x.sel.Worker.ID, dp, after, time.Now())
+	return &failure{retry: true, answer: &httperr.Error{
+		Status: x.s.overload, Cause: httperr.Overload, Reason: httperr.WorkerOverloaded,
+		Message: httperr.BusyMessage, Detail: detail, RetryAfter: min(after, time.Minute),
+	}}
+}
+
+func retryAfterOf(resp *upstream.Response) time.Duration {
+	v := resp.Header("Retry-After")
+	if n, err := strconv.ParseUint(v, 10, 31); err == nil {
+		return time.Duration(n) * time.Second
+	}
+	if at, err := http.ParseTime(v); err == nil {
+		return max(time.Until(at), 0)
+	}
+	return 0
+}
+
+// tellsOfLoad tells a 503 that means "too much to do" from one that means "out of order".
+func tellsOfLoad(body []byte) bool {
+	b := bytes.ToLower(body)
+	return bytes.Contains(b, []byte("overload")) || bytes.Contains(b, []byte("queue")) ||
+		bytes.Contains(b, []byte("too many"))
+}
+
+// copyHeaders takes over the worker's end-to-end headers and adds Spillway's.
+func (x *exchange) copyHeaders(resp *upstream.Response) {
+	h := x.w.Header()
+	named := resp.Header("Connection")
+	for name, value := range resp.Headers() {
+		if keptBack[strings.ToLower(name)] || named != "" && listed([]string{named}, name) {
+			continue
+		}
+		name = textproto.CanonicalMIMEHeaderKey(name)
+		h[name] = append(h[name], value)
+	}
+	x.workerHeaders(h)
+}
+
+func (x *exchange) workerHeaders(h http.Header) {
+	if x.s.cfg.HideWorkerHeaders || x.peer == nil {
+		return
+	}
+	h["X-Spillway-Worker"] = x.peer.name
+	if x.sel.MultiRank {
+		h["X-Spillway-Dp-Rank"] = []string{strconv.FormatUint(uint64(x.sel.Rank.DP), 10)}
+	}
+	if x.attempts > 1 {
+		h["X-Spillway-Attempts"] = []string{strconv.Itoa(x.attempts)}
+	}
+}
+
+// unary relays an answer that is not a stream. Up to 1 MiB it is held back until it is whole, so
+// that a worker that dies in the middle can be replaced.
+func (x *exchange) unary(resp *upstream.Response) error {
+	x.received()
+	x.prefillDone(time.Now())
+	var body []byte
+	for {
+		part, err := resp.Next()
+		switch {
+		case errors.Is(err, io.EOF):
+			x.copyHeaders(resp)
+			return x.whole(resp.Status, body)
+		case err != nil:
+			return x.lost(err)
+		case body == nil && resp.Complete() && int64(len(part)) == resp.ContentLength:
+			x.copyHeaders(resp)
+			return x.whole(resp.Status, part) // it came in one read: nothing to collect
+		}
+		body = append(body, part...)
+		if len(body) > maxUnary {
+			x.copyHeaders(resp)
+			return x.large(resp, body)
+		}
+	}
+}
+
+// whole answers with a body that is complete.
+func (x *exchange) whole(status int, body []byte) error {
+	x.out.status = status
+	if status < 300 {
+		x.learn(usageOf(body))
+	} else {
+		x.out.failure = httperr.New(status, "")
+	}
+	x.w.Header()["Content-Length"] = []string{strconv.Itoa(len(body))}
+	x.armWrite(time.Now())
+	x.w.WriteHeader(status)
+	n, err := x.w.Write(body)
+	x.out.written += int64(n)
+	if err != nil {
+		x.out.failure = httperr.From(context.Canceled, "", 0)
+	}
+	return nil
+}
+
+// large relays the rest of a unary answer that is too long to hold back.
+func (x *exchange) large(resp *upstream.Response, part []byte) error {
+	x.out.status = resp.Status
+	if resp.ContentLength >= 0 {
+		x.w.Header()["Content-Length"] = []string{strconv.FormatInt(resp.ContentLength, 10)}
+	}
+	x.w.WriteHeader(resp.Status)
+	for {
+		x.armWrite(time.Now())
+		n, err := x.w.Write(part)
+		x.out.written += int64(n)
+		if err != nil {
+			x.out.failure = httperr.From(context.Canceled, "", 0)
+			return nil
+		}
+		part, err = resp.Next()
+		switch {
+		case errors.Is(err, io.EOF):
+			return nil
+		case err != nil:
+			if x.req.Context().Err() == nil {
+				x.inhibit()
+			}
+			x.out.failure = httperr.From(err, "", 0)
+			panic(http.ErrAbortHandler) // the only way to tell the client that the answer is not whole
+		}
+	}
+}
+
+// usageOf finds the usage object of a unary answer. Engines put it last, so it is looked for
+// from the end.
+func usageOf(body []byte) (u usage) {
+	i := bytes.LastIndex(body, []byte(`"usage"`))
+	if i < 0 {
+		return u
+	}
+	c := cursor{b: body, i: i + len(`"usage"`)}
+	if !c.take(':') || c.peek() != byte(object) || u.read(&c) != nil {
+		return usage{}
+	}
+	return u
+}
+
+// learn takes in what the worker counted.
+func (x *exchange) learn(u usage) {
+	if !u.known {
+		return
+	}
+	x.out.usage = u
+	x.out.tokens = max(x.out.tokens, u.completion)
+	if !x.scan.exactTokens() {
+		x.model.learn(x.estimate, u.prompt)
+	}
+	if !x.out.firstToken.IsZero() && u.prompt > u.cached {
+		x.peer.rate.observe(u.prompt-u.cached, x.out.firstToken.Sub(x.sentAt))
+	}
+}
+
+// armWrite gives the client its time for the next write. Within a second of the last time there
+// is no need to do it again.
+func (x *exchange) armWrite(now time.Time) {
+	if now.Sub(x.armed) < time.Second {
+		return
+	}
+	x.armed = now
+	// Not supported by recorders in tests; a connection that is gone fails at the write.
+	_ = http.NewResponseController(x.w.Writer).SetWriteDeadline(now.Add(x.s.cfg.ClientWriteTimeout))
+}
+
+// flush sends what was written at once.
+func (x *exchange) flush() {
+	if f, ok := x.w.Writer.(http.Flusher); ok {
+		f.Flush()
+	}
+}
+
+// pinned resolves a pin to a worker: a number is an ID, anything else a name.
+func (s *Server) pinned(hint string) (worker.ID, error) {
+	if n, err := strconv.ParseUint(strings.TrimSpace(hint), 10, 64); err == nil {
+		return worker.ID(n), nil
+	}
+	for _, w := range s.router.Catalog().Workers() {
+		if w.Name == hint {
+			return w.ID, nil
+		}
+	}
+	return 0, httperr.Invalid("the pinned worker does not serve the model")
+}
+
+// allEnded tells whether every choice that was seen has ended.
+func allEnded(seen, ended *[4]uint64) bool {
+	n := 0
+	for i := range seen {
+		n += bits.OnesCount64(seen[i])
+		if seen[i]&^ended[i] != 0 {
+			return false
+		}
+	}
+	return n > 0
+}

@@ -1,0 +1,294 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"time"
+
+	"spillway/httperr"
+	"spillway/proxy/upstream"
+)
+
+// stream is the relay of one SSE answer.
+type stream struct {
+	x         *exchange
+	resp      *upstream.Response
+	split     splitter
+	pending   []byte // bytes of events that are not complete, or of several reads
+	scratch   []byte // for data that spans lines
+	committed bool   // the head is out
+	done      bool   // [DONE] has passed
+	failed    bool   // the worker sent an error object
+	code      int    // of that error, 0 if it gave none
+	blocks    uint64 // KV blocks of prompt and output so far
+	seen      [4]uint64
+	ended     [4]uint64 // choices by index
+	spoken    uint64    // completion tokens that usage has told so far
+}
+
+// stream relays events as the bytes that came: one write and one flush for all that arrived
+// together. Nothing is sent before the first complete event, so until then the request can
+// still go elsewhere.
+func (x *exchange) stream(resp *upstream.Response) error {
+	st := &stream{x: x, resp: resp}
+	st.blocks = ceilDiv(x.query.PromptTokens, uint64(x.sel.BlockSize))
+	if x.s.cfg.CommitOn == "head" {
+		st.commit()
+		x.flush()
+	}
+	for !st.done {
+		part, err := resp.Next()
+		if err != nil {
+			return st.over(err)
+		}
+		if err := st.feed(part); err != nil {
+			return err
+		}
+	}
+	st.drain()
+	return nil
+}
+
+// feed relays the events that part completes and keeps the rest.
+func (st *stream) feed(part []byte) error {
+	buf := part
+	carried := len(st.pending)
+	if carried > 0 {
+		st.pending = append(st.pending, part...)
+		buf = st.pending
+	}
+	from, at, seen := 0, 0, carried // of the next write, of the next event, of what split knows
+	for !st.done {
+		n := st.split.next(buf[seen:])
+		if n < 0 {
+			break
+		}
+		event := buf[at : seen+n]
+		at, seen = seen+n, seen+n
+		keep, err := st.event(event)
+		if err != nil {
+			return err
+		}
+		if !keep {
+			if err := st.write(buf[from : at-len(event)]); err != nil {
+				return err
+			}
+			from = at
+		}
+	}
+	if err := st.write(buf[from:at]); err != nil {
+		return err
+	}
+	if st.split.event > maxEvent {
+		return st.over(errEventTooLarge)
+	}
+	rest := buf[at:]
+	if carried > 0 {
+		st.pending = st.pending[:copy(st.pending, rest)]
+	} else if len(rest) > 0 {
+		st.pending = append(st.pending, rest...)
+	}
+	return nil
+}
+
+// event takes note of one complete event; keep is false if the client is not to see it.
+func (st *stream) event(event []byte) (keep bool, err error) {
+	x := st.x
+	payload, scratch, ok := data(event, st.scratch)
+	st.scratch = scratch
+	if !ok {
+		return true, nil // a comment
+	}
+	ch := readChunk(payload)
+	switch {
+	case ch.done:
+		st.done = true
+	case ch.failed:
+		st.failed, st.code = true, ch.code
+		if !st.committed {
+			return false, st.refused(payload)
+		}
+		x.out.failure = httperr.New(plausible(ch.code), "")
+	}
+	for i := range ch.index {
+		st.seen[i] |= ch.index[i]
+		st.ended[i] |= ch.ended[i]
+	}
+	st.tokens(&ch)
+	return !x.addUsage || !ch.usage.known || ch.choices != 0, nil
+}
+
+// tokens books what the event says has been generated.
+func (st *stream) tokens(ch *chunk) {
+	x := st.x
+	n := uint64(ch.tokens)
+	if ch.usage.known {
+		x.out.usage = ch.usage
+		if ch.choices == 0 { // the final count replaces what was estimated event by event
+			x.out.tokens = ch.usage.completion
+			return
+		}
+		n = ch.usage.completion - min(st.spoken, ch.usage.completion)
+		st.spoken = ch.usage.completion
+	}
+	if ch.tokens == 0 && n == 0 {
+		return
+	}
+	now := time.Now()
+	if x.out.firstToken.IsZero() {
+		x.out.firstToken = now
+		x.received()
+		x.prefillDone(now)
+	}
+	x.out.tokens += n
+	if x.s.trackOutput {
+		if blocks := ceilDiv(x.query.PromptTokens+x.out.tokens, uint64(x.sel.BlockSize)); blocks > st.blocks {
+			st.blocks = blocks // one report per event, however many boundaries it crossed
+			x.slot.part.Grow(x.slot.id, 1, now)
+		}
+	}
+}
+
+func ceilDiv(a, b uint64) uint64 { return (a + b - 1) / b }
+
+// refused turns an error that comes before anything else into an answer of its own.
+func (st *stream) refused(payload []byte) error {
+	detail := fmt.Errorf("worker %s sent an error first: %.200q", st.x.sel.Worker.Name, payload)
+	switch status := plausible(st.code); status {
+	case 429, 529:
+		return st.x.capacity(0, detail)
+	default:
+		e := httperr.New(status, "The worker failed to process the request")
+		e.Detail = detail
+		return &failure{answer: e}
+	}
+}
+
+func plausible(code int) int {
+	if code >= 400 && code <= 599 {
+		return code
+	}
+	return http.StatusInternalServerError
+}
+
+func (st *stream) commit() {
+	x := st.x
+	x.copyHeaders(st.resp)
+	h := x.w.Header()
+	h["Cache-Control"] = noCache
+	h["X-Accel-Buffering"] = noBuffering
+	x.out.status = st.resp.Status
+	x.w.WriteHeader(st.resp.Status)
+	st.committed = true
+}
+
+var (
+	noCache     = []string{"no-cache"}
+	noBuffering = []string{"no"}
+)
+
+// write sends complete events to the client.
+func (st *stream) write(events []byte) error {
+	if len(events) == 0 {
+		return nil
+	}
+	x := st.x
+	if !st.committed {
+		st.commit()
+	}
+	x.armWrite(time.Now())
+	// echo's wrapper only counts; the server's own writer is written and flushed.
+	n, err := x.w.Writer.Write(events)
+	x.out.written += int64(n)
+	if err != nil {
+		return context.Canceled // the client is gone
+	}
+	x.flush()
+	return nil
+}
+
+// over ends the stream where the worker's answer did, cleanly or not.
+func (st *stream) over(err error) error {
+	x := st.x
+	if ctxErr := x.req.Context().Err(); ctxErr != nil {
+		if errors.Is(context.Cause(x.req.Context()), errStopping) && st.committed {
+			return st.breakOff(&httperr.Error{Status: 503, Cause: httperr.Unavailable, Message: httperr.NotReadyMessage})
+		}
+		return ctxErr
+	}
+	clean := errors.Is(err, io.EOF) && blank(st.pending)
+	switch {
+	case clean && st.failed:
+		st.learn()
+		return nil
+	case clean && allEnded(&st.seen, &st.ended):
+		st.learn()
+		return st.write(doneEvent)
+	case errors.Is(err, io.EOF):
+		err = fmt.Errorf("the stream ended before its answer: %w", io.ErrUnexpectedEOF)
+	}
+	if !st.committed {
+		return x.lost(err)
+	}
+	x.inhibit()
+	return st.breakOff(&httperr.Error{
+		Status: 500, Cause: httperr.Internal, Message: "The worker broke off the stream",
+		Detail: fmt.Errorf("worker %s: %w", x.sel.Worker.Name, err),
+	})
+}
+
+var doneEvent = []byte("data: [DONE]\n\n")
+
+// breakOff tells a client in the middle of a stream that there will be no more.
+func (st *stream) breakOff(e *httperr.Error) error {
+	st.x.out.failure = e
+	msg := append([]byte(`data: {"error":{"message":`), strconv.Quote(e.Message)...)
+	msg = append(append(msg, `,"type":"`...), e.Type()...)
+	msg = strconv.AppendInt(append(msg, `","code":`...), int64(e.Status), 10)
+	msg = append(msg, "}}\n\n"...)
+	if err := st.write(append(msg, doneEvent...)); err != nil {
+		st.x.s.log.Debug("client left a broken stream", "request_id", st.x.id)
+	}
+	return nil
+}
+
+func blank(b []byte) bool {
+	for _, ch := range b {
+		if ch != '\n' && ch != '\r' {
+			return false
+		}
+	}
+	return true
+}
+
+// learn takes in the usage of a stream that has ended.
+func (st *stream) learn() { st.x.learn(st.x.out.usage) }
+
+// maxDrain bounds what is read and thrown away after [DONE] to keep the connection, in bytes.
+const maxDrain = 64 << 10
+
+// drainTime bounds the wait for it: the client's answer ends only after that.
+const drainTime = 250 * time.Millisecond
+
+// drain reads what follows [DONE], so that the connection can be used again.
+func (st *stream) drain() {
+	st.learn()
+	st.x.release()
+	if st.resp.Complete() {
+		return
+	}
+	if st.resp.SetReadDeadline(time.Now().Add(drainTime)) != nil {
+		return
+	}
+	for left := maxDrain; left > 0; {
+		part, err := st.resp.Next()
+		if err != nil {
+			return
+		}
+		left -= len(part)
+	}
+}

@@ -1,0 +1,208 @@
+// Package router chooses a rank for a request and books it. It does no I/O, starts no goroutine
+// and never reads the clock: callers pass now.
+package router
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"spillway/busy"
+	"spillway/tracker"
+	"spillway/worker"
+)
+
+// Mode is the rule by which a worker is picked among the free ones.
+type Mode string
+
+// The modes. Loads compared are live reservations; ties are broken at random.
+const (
+	RoundRobin  Mode = "round-robin"
+	Random      Mode = "random"
+	PowerOfTwo  Mode = "power-of-two" // the less loaded of two random workers
+	LeastLoaded Mode = "least-loaded"
+	Direct      Mode = "direct" // serves pinned requests only
+)
+
+// Config is what an operator sets.
+type Config struct {
+	Mode              Mode `koanf:"router-mode" dyn:"DYN_ROUTER_MODE" usage:"how a worker is picked: round-robin, random, power-of-two, least-loaded or direct"`
+	TrackOutputBlocks bool `koanf:"router-track-output-blocks" dyn:"DYN_ROUTER_TRACK_OUTPUT_BLOCKS" usage:"book KV blocks for generated tokens too, not only for prompts"`
+}
+
+// DefaultConfig is round-robin with output blocks tracked.
+func DefaultConfig() Config { return Config{Mode: RoundRobin, TrackOutputBlocks: true} }
+
+// Validate tells whether the mode exists.
+func (c Config) Validate() error {
+	switch c.Mode {
+	case RoundRobin, Random, PowerOfTwo, LeastLoaded, Direct:
+		return nil
+	}
+	return fmt.Errorf("router-mode: %q is none of round-robin, random, power-of-two, least-loaded, direct", c.Mode)
+}
+
+// Router holds the partitions and decides within them. It is safe for concurrent use.
+type Router struct {
+	cfg     Config
+	busyCfg busy.Config
+	view    atomic.Pointer[view]
+
+	mu         sync.Mutex // guards changes of view and the fields below; taken before a partition's lock
+	rng        *rand.Rand
+	thresholds map[string]busy.Thresholds // by canonical model; kept while the process lives
+}
+
+// view is one immutable picture: a request works with the one it began with.
+type view struct {
+	catalog    *worker.Catalog
+	partitions map[worker.Partition]*Partition
+}
+
+// New returns a router that knows the models of catalog and, until Register, no worker. rng
+// breaks ties; it belongs to the router from now on.
+func New(cfg Config, busyCfg busy.Config, catalog *worker.Catalog, rng *rand.Rand) *Router {
+	r := &Router{cfg: cfg, busyCfg: busyCfg, rng: rng, thresholds: map[string]busy.Thresholds{}}
+	r.view.Store(&view{catalog: catalog, partitions: map[worker.Partition]*Partition{}})
+	return r
+}
+
+// Register makes a worker known, or replaces its record: its load and reports stay unless its
+// model or tenant changed. It returns the partition that the worker is now in, and fails if a
+// model name would mean two things.
+func (r *Router) Register(w *worker.Worker, now time.Time) (*Partition, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	old := r.view.Load()
+	catalog, err := old.catalog.With(w)
+	if err != nil {
+		return nil, fmt.Errorf("router: register: %w", err)
+	}
+	if was := old.catalog.Find(w.ID); was != nil && was.Partition() != w.Partition() {
+		old.partitions[was.Partition()].unregister(w.ID, now)
+	}
+	p := old.partitions[w.Partition()]
+	if p == nil {
+		p = r.newPartitionLocked(w.Partition(), now)
+	}
+	p.register(w, now)
+	r.publishLocked(catalog, p)
+	return p, nil
+}
+
+// Unregister forgets a worker with its load and reports. Requests that it still answers go on;
+// their reservations are gone. Unknown IDs are ignored.
+func (r *Router) Unregister(id worker.ID, now time.Time) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	old := r.view.Load()
+	w := old.catalog.Find(id)
+	if w == nil {
+		return
+	}
+	old.partitions[w.Partition()].unregister(id, now)
+	r.publishLocked(old.catalog.Without(id), nil)
+}
+
+// publishLocked swaps the view: the partitions that still have workers, and added.
+func (r *Router) publishLocked(catalog *worker.Catalog, added *Partition) {
+	next := &view{catalog: catalog, partitions: map[worker.Partition]*Partition{}}
+	for key, p := range r.view.Load().partitions {
+		if len(p.Busy.Snapshot().Registered) > 0 {
+			next.partitions[key] = p
+		}
+	}
+	if added != nil {
+		next.partitions[added.Key] = added
+	}
+	r.view.Store(next)
+}
+
+func (r *Router) newPartitionLocked(key worker.Partition, now time.Time) *Partition {
+	books := tracker.New()
+	p := &Partition{
+		Key: key, Busy: busy.New(r.busyCfg, books), Tracker: books,
+		mode: r.cfg.Mode, rng: rand.New(rand.NewPCG(r.rng.Uint64(), r.rng.Uint64())),
+	}
+	p.Busy.SetThresholds(r.thresholdsLocked(key.Model), now)
+	return p
+}
+
+// Target is where a model name leads.
+type Target struct {
+	Model     string           // canonical
+	Served    string           // what the worker is asked for
+	Partition *Partition       // nil while no worker is registered
+	Only      []*worker.Worker // the workers that serve Served, or nil for all of the partition
+}
+
+// Resolve finds the target of a model name and tenant. It returns ErrUnknownModel.
+func (r *Router) Resolve(model, tenant string) (Target, error) {
+	v := r.view.Load()
+	name, ok := v.catalog.Resolve(model, tenant)
+	if !ok {
+		return Target{}, ErrUnknownModel
+	}
+	t := Target{Model: name.Partition.Model, Served: name.Served, Partition: v.partitions[name.Partition]}
+	if name.Narrowed {
+		t.Only = name.Workers
+		if len(t.Only) == 0 {
+			t.Partition = nil
+		}
+	}
+	return t, nil
+}
+
+// TracksOutput tells whether KV blocks of generated tokens are to be booked.
+func (r *Router) TracksOutput() bool { return r.cfg.TrackOutputBlocks }
+
+// Catalog is the present picture of workers and models.
+func (r *Router) Catalog() *worker.Catalog { return r.view.Load().catalog }
+
+// Partitions calls f for each partition of the model, or of all models if it is "".
+func (r *Router) Partitions(model string, f func(*Partition)) {
+	for key, p := range r.view.Load().partitions {
+		if model == "" || key.Model == model {
+			f(p)
+		}
+	}
+}
+
+// Thresholds are those of a model, by any of its names; false if it is unknown.
+func (r *Router) Thresholds(name string) (model string, t busy.Thresholds, ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	model, ok = r.view.Load().catalog.Canonical(name)
+	if !ok {
+		return "", busy.Thresholds{}, false
+	}
+	return model, r.thresholdsLocked(model), true
+}
+
+// SetThresholds replaces a model's thresholds by what change makes of them. When it returns,
+// every worker of the model has been judged anew. It reports false for an unknown name.
+func (r *Router) SetThresholds(name string, change func(busy.Thresholds) busy.Thresholds, now time.Time) (model string, old, t busy.Thresholds, ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	model, ok = r.view.Load().catalog.Canonical(name)
+	if !ok {
+		return "", old, t, false
+	}
+	old = r.thresholdsLocked(model)
+	t = change(old)
+	r.thresholds[model] = t
+	r.Partitions(model, func(p *Partition) { p.Busy.SetThresholds(t, now) })
+	return model, old, t, true
+}
+
+// thresholdsLocked copies the start-up defaults to a model that is asked for the first time.
+func (r *Router) thresholdsLocked(model string) busy.Thresholds {
+	t, ok := r.thresholds[model]
+	if !ok {
+		t = r.busyCfg.Thresholds()
+		r.thresholds[model] = t
+	}
+	return t
+}
