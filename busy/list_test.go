@@ -235,6 +235,12 @@ func TestSources(t *testing.T) {
 	if got != want {
 		t.Errorf("report %+v, want %+v: U by event, T by page, A of the books, the greatest P", got, want)
 	}
+	// A page is a page whatever its samples claim, and the event plane is asked first.
+	l.Observe(busy.Sample{Rank: worker.Rank{Worker: w7}, Source: busy.Event, TakenAt: t0, Running: new(uint64(1))}, t0)
+	l.Scraped(w7, []busy.Sample{{Source: busy.Event, TakenAt: t0, Running: new(uint64(2)), Waiting: new(uint64(3))}}, false, t0)
+	if r := l.Workers(t0)[0].Ranks[0]; *r.Running != 1 || *r.Waiting != 3 {
+		t.Errorf("running %d waiting %d, want 1 by event and 3 by page", *r.Running, *r.Waiting)
+	}
 }
 
 func TestValidate(t *testing.T) {
