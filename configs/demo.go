@@ -17,6 +17,7 @@ type Demo struct {
 // laptop's load can fill them, and thresholds to refuse what they cannot hold.
 func DefaultDemo() Demo {
 	c := Demo{Serving: DefaultServing(), Sim: sim.DefaultConfig()}
+	c.Serving.Proxy.Host = "127.0.0.1" // nobody else's business
 	c.Sim.Count = 4
 	c.Sim.KVBlocks = 1024
 	c.Sim.MaxNumSeqs = 16

@@ -5,23 +5,35 @@ import (
 	"fmt"
 
 	"spillway/busy"
+	"spillway/monitor"
+	"spillway/proxy"
+	"spillway/router"
+	"spillway/monitor"
+	"spillway/proxy"
+	"spillway/router"
 	"spillway/worker"
 )
 
 // Serving is what serves clients, wherever its workers come from.
 type Serving struct {
-	Busy busy.Config `koanf:",squash"`
-	Log  Log         `koanf:",squash"`
+	Proxy   proxy.Config   `koanf:",squash"`
+	Busy    busy.Config    `koanf:",squash"`
+	Router  router.Config  `koanf:",squash"`
+	Monitor monitor.Config `koanf:",squash"`
+	Log     Log            `koanf:",squash"`
 }
 
 // DefaultServing returns the settings of a run without flags.
 func DefaultServing() Serving {
-	return Serving{Busy: busy.DefaultConfig(), Log: DefaultLog()}
+	return Serving{
+		Proxy: proxy.DefaultConfig(), Busy: busy.DefaultConfig(), Router: router.DefaultConfig(),
+		Monitor: monitor.DefaultConfig(), Log: DefaultLog(),
+	}
 }
 
 // Validate returns all findings, each beginning with its key.
 func (c Serving) Validate() error {
-	return errors.Join(c.Busy.Validate(), c.Log.Validate())
+	return errors.Join(c.Proxy.Validate(), c.Busy.Validate(), c.Router.Validate(), c.Monitor.Validate(), c.Log.Validate())
 }
 
 // Fleet is what a front end is told about workers and models.
@@ -55,8 +67,8 @@ func (f Fleet) Catalog() (*worker.Catalog, error) {
 
 // Frontend is the Config of `spillway frontend`.
 type Frontend struct {
-	Serving Serving `koanf:",squash"`
 	Fleet   Fleet   `koanf:",squash"`
+	Serving Serving `koanf:",squash"`
 }
 
 // DefaultFrontend returns the settings of a run without flags.

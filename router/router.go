@@ -170,6 +170,23 @@ func (r *Router) Partitions(model string, f func(*Partition)) {
 	}
 }
 
+// ThresholdsSet tells whether any model has a limit.
+func (r *Router) ThresholdsSet() bool {
+	set := r.busyCfg.Thresholds().Any()
+	r.Partitions("", func(p *Partition) { set = set || p.Busy.Snapshot().ThresholdsSet })
+	return set
+}
+
+// Held tells whether a rank has a reservation without progress since the given time.
+func (r *Router) Held(rank worker.Rank, since time.Time) bool {
+	w := r.Catalog().Find(rank.Worker)
+	if w == nil {
+		return false
+	}
+	p := r.view.Load().partitions[w.Partition()]
+	return p != nil && p.Tracker.Held(rank, since)
+}
+
 // Thresholds are those of a model, by any of its names; false if it is unknown.
 func (r *Router) Thresholds(name string) (model string, t busy.Thresholds, ok bool) {
 	r.mu.Lock()

@@ -234,6 +234,18 @@ func (t *Tracker) Idle(since time.Time) []string {
 	return ids
 }
 
+// Held tells whether a rank has a reservation that has made no progress since the given time.
+func (t *Tracker) Held(r worker.Rank, since time.Time) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, b := range t.bookings {
+		if b.Rank == r && b.progress.Before(since) {
+			return true
+		}
+	}
+	return false
+}
+
 // Load is what a rank has been promised; zero for an unknown one.
 func (t *Tracker) Load(r worker.Rank) Load {
 	t.mu.Lock()

@@ -1,0 +1,150 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"strconv"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/spf13/cobra"
+
+	"spillway/busy"
+	"spillway/configs"
+	"spillway/monitor"
+	"spillway/proxy"
+	"spillway/router"
+	"spillway/worker"
+)
+
+func newFrontendCommand(p process) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "frontend",
+		Short: "Serve clients from inference workers, and shed what they cannot hold",
+		Long: `Serves the OpenAI API from the given workers. With a threshold set, a worker all of whose
+ranks are over it is passed over, and when all workers are, requests are refused at once
+with 503. Thresholds can be read and changed while running at /busy_threshold.`,
+		Example: `  spillway frontend --workers http://gpu1:8000,http://gpu2:8000
+  spillway frontend --workers http://gpu1:8000 --active-decode-blocks-threshold 0.85
+  spillway frontend --config configs/frontend.yaml --http-port 8080`,
+	}
+	return command(p, cmd, configs.DefaultFrontend(), func(c configs.Frontend) configs.Log { return c.Serving.Log },
+		func(ctx context.Context, cfg configs.Frontend, log *slog.Logger) error {
+			return runFrontend(ctx, p, cfg, log)
+		})
+}
+
+func runFrontend(ctx context.Context, p process, cfg configs.Frontend, log *slog.Logger) error {
+	f, err := newFrontend(cfg.Serving, cfg.Fleet, log)
+	if err != nil {
+		return err
+	}
+	ln, err := listen(ctx, cfg.Serving.Proxy)
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(p.stdout, "Front end: http://%s\n", reachable(ln.Addr()))
+	return f.run(ctx, ln)
+}
+
+// frontend holds the parts of one front end.
+type frontend struct {
+	server  *proxy.Server
+	monitor *monitor.KvWorkerMonitor
+}
+
+// newFrontend builds the parts and makes the workers known. Nothing runs yet.
+func newFrontend(cfg configs.Serving, fleet configs.Fleet, log *slog.Logger) (*frontend, error) {
+	catalog, err := fleet.Catalog()
+	if err != nil {
+		return nil, err
+	}
+	cfg.Busy.SignalStaleAfter = cfg.Monitor.StaleAfter(cfg.Busy.SignalStaleAfter)
+	routes := router.New(cfg.Router, cfg.Busy, catalog, rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())))
+
+	metrics := prometheus.NewRegistry()
+	metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	server, err := proxy.New(cfg.Proxy, routes, metrics, log)
+	if err != nil {
+		return nil, err
+	}
+
+	watcher := monitor.New(cfg.Monitor, log, metrics)
+	watcher.StaleIsBusy = cfg.Busy.StalePolicy == busy.StaleBusy
+	watcher.Register = func(w *worker.Worker) (*busy.List, error) {
+		p, err := routes.Register(w, time.Now())
+		if err != nil {
+			return nil, err
+		}
+		log.Info("worker known", "worker", w.Name, "endpoint", w.Endpoint, "model", w.Models[0])
+		return p.Busy, nil
+	}
+	watcher.Needed = func() bool {
+		needed := false
+		routes.Partitions("", func(p *router.Partition) { needed = needed || p.Busy.Thresholds().Any() })
+		return needed
+	}
+	for i := range fleet.Workers {
+		w := &fleet.Workers[i]
+		if len(w.Models) == 0 {
+			log.Info("worker configured, its models are asked of it", "worker", w.Name, "endpoint", w.Endpoint)
+			watcher.Watch(w, nil)
+			continue
+		}
+		list, err := watcher.Register(w)
+		if err != nil {
+			return nil, err
+		}
+		watcher.Watch(w, list)
+	}
+	if len(fleet.Workers) == 0 {
+		log.Warn("no workers configured: every request will be refused; give --workers or --config")
+	}
+	logChecks(log, cfg.Busy.Thresholds())
+	return &frontend{server: server, monitor: watcher}, nil
+}
+
+// run serves clients on ln until ctx ends. What takes requests stops first, what feeds it after.
+func (f *frontend) run(ctx context.Context, ln net.Listener) error {
+	feeding, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	fed := make(chan error, 1)
+	go func() { fed <- f.monitor.Run(feeding) }()
+	err := f.server.Run(ctx, ln)
+	stop()
+	return errors.Join(err, <-fed)
+}
+
+func listen(ctx context.Context, cfg proxy.Config) (net.Listener, error) {
+	var lc net.ListenConfig
+	ln, err := lc.Listen(ctx, "tcp", net.JoinHostPort(cfg.Host, strconv.Itoa(cfg.Port)))
+	if err != nil {
+		return nil, fmt.Errorf("front end: %w", err)
+	}
+	return ln, nil
+}
+
+// logChecks tells which checks can make a worker busy: the first question when nothing is shed,
+// or everything.
+func logChecks(log *slog.Logger, t busy.Thresholds) {
+	if !t.Any() {
+		log.Info("no rejection checks: no threshold is set, so nothing is refused for load")
+		return
+	}
+	var checks []any
+	if t.DecodeFrac != nil {
+		checks = append(checks, "active_decode_blocks_threshold", *t.DecodeFrac)
+	}
+	if t.PrefillTokens != nil {
+		checks = append(checks, "active_prefill_tokens_threshold", *t.PrefillTokens)
+	}
+	if t.PrefillFrac != nil {
+		checks = append(checks, "active_prefill_tokens_threshold_frac", *t.PrefillFrac)
+	}
+	log.Info("rejection checks", checks...)
+}
