@@ -325,3 +325,30 @@ func TestMetrics(t *testing.T) {
 		t.Log(string(data))
 	}
 }
+
+func TestStatsAfterWork(t *testing.T) {
+	url := serve(t, fast())[0]
+	post(t, url+"/v1/completions", `{"prompt":"`+strings.Repeat("abcd", 40)+`","max_tokens":30}`)
+	s := statsOf(t, url)
+	if s.Steps != 29 || s.Generated != 30 || s.Computed != 40 || s.Finished != 1 || s.Cut+s.Lost+s.Late+s.Aborted != 0 {
+		t.Errorf("stats = %+v, want 29 steps, 30 tokens, 40 computed, 1 finished", s)
+	}
+	// No timer fires before its time, or at it.
+	if l := s.StepMillis; !(l.P50 > 0 && l.P50 <= l.P99 && l.P99 <= l.Max) {
+		t.Errorf("lateness = %+v", l)
+	}
+}
+
+// A rank is free again when its sequence has ended, so requests one after the other meet no
+// load and go to the first.
+func TestEndedSequencesAreNoLoad(t *testing.T) {
+	url := serve(t, ranks(fast(), 2))[0]
+	for range 3 {
+		post(t, url+"/v1/completions", `{"prompt":"x","max_tokens":1}`)
+	}
+	for dp, want := range []uint64{3, 0} {
+		if got := statsOf(t, url).Workers[0].Ranks[dp].Finished; got != want {
+			t.Errorf("rank %d finished %d, want %d", dp, got, want)
+		}
+	}
+}

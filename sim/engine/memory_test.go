@@ -236,3 +236,28 @@ func TestAbort(t *testing.T) {
 		t.Errorf("Stats() = %+v, want 3 aborted, 1 finished", st)
 	}
 }
+
+// What a restart finds is work saved but no second look-up, as in vLLM's counters.
+func TestRestartCountsOnceAsQuery(t *testing.T) {
+	e := must(engine.New(tight(5), start))
+	submit(t, e, 0, request(1, 8, 8), request(2, 12, 2))
+	// 1 needs a third block at 8, when the prefill of 2 begins: it begins again when 1 is done.
+	got := history(t, e)
+	st := e.Stats()
+	if st.Preemptions == 0 {
+		t.Fatalf("no preemption in %q", got)
+	}
+	if st.QueryTokens != 8+12 || st.HitTokens != 0 || st.PromptTokens != 8+12 || st.Finished != 2 {
+		t.Errorf("Stats() = %+v, want 20 tokens looked up, none found", st)
+	}
+	e = must(engine.New(tight(5), start))
+	submit(t, e, 0, request(1, 4, 9), request(2, 12, 3))
+	// 2 has its first token at 16 and needs a fourth block; preempted then, it finds its prompt.
+	got = history(t, e)
+	if st = e.Stats(); st.Preemptions == 0 || st.CachedTokens == 0 {
+		t.Fatalf("no preemption, or nothing found after it: %+v, %q", st, got)
+	}
+	if st.QueryTokens != 4+12 || st.HitTokens != 0 {
+		t.Errorf("Stats() = %+v, want 16 tokens looked up, none found", st)
+	}
+}
