@@ -181,7 +181,9 @@ func TestBadPages(t *testing.T) {
 		}},
 		{"20 HTML", "missing_metric", func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "<html>\n<p>vllm</p>\n</html>\n") }},
 		{"empty", "missing_metric", func(http.ResponseWriter, *http.Request) {}},
-		{"garbage", "parse", func(w http.ResponseWriter, _ *http.Request) { w.Write([]byte("vllm:kv_cache_usage_perc{\x00\xff} 1\n")) }},
+		{"garbage", "parse", func(w http.ResponseWriter, _ *http.Request) {
+			w.Write([]byte("vllm:kv_cache_usage_perc{\x00\xff} 1\n"))
+		}},
 		{"NaN", "parse", func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "vllm:kv_cache_usage_perc NaN\n") }},
 		{"huge", "parse", func(w http.ResponseWriter, _ *http.Request) {
 			line := []byte(strings.Repeat("vllm:kv_cache_usage_perc 0.1\n", 1024))
