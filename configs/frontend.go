@@ -8,9 +8,6 @@ import (
 	"spillway/monitor"
 	"spillway/proxy"
 	"spillway/router"
-	"spillway/monitor"
-	"spillway/proxy"
-	"spillway/router"
 	"spillway/worker"
 )
 

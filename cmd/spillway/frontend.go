@@ -58,6 +58,9 @@ type frontend struct {
 	monitor *monitor.KvWorkerMonitor
 }
 
+// oldReservation is the age at which an engine should know of a request that it was sent.
+const oldReservation = 30 * time.Second
+
 // newFrontend builds the parts and makes the workers known. Nothing runs yet.
 func newFrontend(cfg configs.Serving, fleet configs.Fleet, log *slog.Logger) (*frontend, error) {
 	catalog, err := fleet.Catalog()
@@ -84,11 +87,8 @@ func newFrontend(cfg configs.Serving, fleet configs.Fleet, log *slog.Logger) (*f
 		log.Info("worker known", "worker", w.Name, "endpoint", w.Endpoint, "model", w.Models[0])
 		return p.Busy, nil
 	}
-	watcher.Needed = func() bool {
-		needed := false
-		routes.Partitions("", func(p *router.Partition) { needed = needed || p.Busy.Thresholds().Any() })
-		return needed
-	}
+	watcher.Needed = routes.ThresholdsSet
+	watcher.Held = func(r worker.Rank, now time.Time) bool { return routes.Held(r, now.Add(-oldReservation)) }
 	for i := range fleet.Workers {
 		w := &fleet.Workers[i]
 		if len(w.Models) == 0 {
