@@ -2,6 +2,7 @@ package upstream_test
 
 import (
 	"fmt"
+	"io"
 	"strings"
 	"testing"
 
@@ -54,6 +55,7 @@ func TestFraming(t *testing.T) {
 		{name: "chunk line with a bare CR", answer: chunked + "2;a\rb\r\nhi\r\n0\r\n\r\n", status: 200, err: "framing"},
 		{name: "chunk longer than said", answer: chunked + "2\r\nhi!\r\n0\r\n\r\n", status: 200, body: "hi", err: "framing"},
 		{name: "chunk ended by LF", answer: chunked + "2\r\nhi\n0\r\n\r\n", status: 200, body: "hi", err: "framing"},
+		{name: "chunk ended by X LF", answer: chunked + "2\r\nhiX\n0\r\n\r\n", status: 200, body: "hi", err: "framing"},
 		{name: "chunk ended by CR", answer: chunked + "2\r\nhi\r0\r\n\r\n", status: 200, body: "hi", err: "framing"},
 		{name: "trailer malformed", answer: chunked + "0\r\nX Y\r\n\r\n", status: 200, err: "framing"},
 		{name: "trailers too big", answer: chunked + "0\r\n" + strings.Repeat("X: "+strings.Repeat("y", 1000)+"\r\n", 70), whole: true, status: 200, err: "framing"},
@@ -65,6 +67,7 @@ func TestFraming(t *testing.T) {
 		{name: "until close", answer: ok + "\r\nhello", hangup: true, status: 200, body: "hello"},
 		{name: "HTTP/1.0", answer: "HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nhi", status: 200, body: "hi"},
 		{name: "asked to close", answer: ok + "Connection: x, Close\r\nContent-Length: 2\r\n\r\nhi", status: 200, body: "hi"},
+		{name: "asked to close and to keep", answer: ok + "Connection: close\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\nhi", status: 200, body: "hi"},
 		{name: "asked to keep", answer: ok + "Connection: keep-alive\r\nContent-Length: 2\r\n\r\nhi", status: 200, body: "hi", reused: true},
 		{name: "204", answer: "HTTP/1.1 204 No Content\r\n\r\n", status: 204, reused: true},
 		{name: "204 with a length", answer: "HTTP/1.1 204 No Content\r\nContent-Length: 2\r\n\r\n", status: 204},
@@ -197,5 +200,55 @@ func TestNextBringsAllThatCame(t *testing.T) {
 	}
 	if got, err := resp.Next(); got != nil || err == nil || kind(err) != "other" {
 		t.Errorf("Next() at the end = %q, %v, want io.EOF", got, err)
+	}
+}
+
+func TestContentLength(t *testing.T) {
+	for answer, want := range map[string]int64{
+		plain:                     2,
+		"HTTP/1.1 200 OK\r\n\r\n": -1,
+		"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nTransfer-Encoding: chunked\r\n\r\n": -1,
+	} {
+		w := newWorker(t, answering(answer))
+		resp, err := w.client(t, upstream.Config{}).Do(t.Context(), post(""))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if resp.ContentLength != want {
+			t.Errorf("ContentLength of %q = %d, want %d", answer, resp.ContentLength, want)
+		}
+		resp.Close()
+	}
+}
+
+func TestBigReadStopsAtTheEnd(t *testing.T) {
+	body := strings.Repeat("x", 100<<10)
+	nc := &canned{data: []byte("HTTP/1.1 200 OK\r\nContent-Length: 102400\r\n\r\n" + body + plain), step: 30 << 10}
+	c, resp, err := upstream.Receive("POST", nc, upstream.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	got := make([]byte, 1<<20)
+	n, err := io.ReadFull(resp, got)
+	if string(got[:n]) != body || err != io.ErrUnexpectedEOF {
+		t.Errorf("ReadFull = %d bytes, %v, want %d and no more", n, err, len(body))
+	}
+	resp.Close()
+}
+
+func TestBigHeadDoesNotKeepItsBuffer(t *testing.T) {
+	nc := &canned{data: []byte(headOf(128<<10) + "hi"), step: 128 << 10}
+	c, resp, err := upstream.Receive("POST", nc, upstream.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	defer resp.Close()
+	if body, err := resp.Next(); string(body) != "hi" || err != nil {
+		t.Errorf("Next = %q, %v", body, err)
+	}
+	if n := resp.BufferBytes(); n > 16<<10 {
+		t.Errorf("%d bytes of buffer in the body, want at most 16 KiB", n)
 	}
 }

@@ -137,7 +137,7 @@ func TestMaxIdleAndClose(t *testing.T) {
 		answering(plain)(p)
 		gone <- struct{}{}
 	})
-	c := w.client(t, upstream.Config{MaxIdle: 3})
+	c := w.client(t, upstream.Config{MaxIdle: 3, IdleTimeout: time.Hour})
 	var open []*upstream.Response
 	for range 6 {
 		resp, err := c.Do(t.Context(), post(""))
@@ -280,10 +280,15 @@ func TestTLS(t *testing.T) {
 		}
 	})
 	t.Run("not trusted", func(t *testing.T) {
-		w := tlsWorker(t, cert, (*peer).gone)
+		gone := make(chan struct{})
+		w := tlsWorker(t, cert, func(p *peer) {
+			p.gone()
+			close(gone)
+		})
 		if _, err := w.client(t, upstream.Config{TLS: &tls.Config{}}).Do(t.Context(), post("")); kind(err) != "dial" {
 			t.Errorf("Do = %v, want ErrDial", err)
 		}
+		await(t, gone, "the connection is closed")
 	})
 	t.Run("no handshake", func(t *testing.T) {
 		w := newWorker(t, (*peer).gone)
