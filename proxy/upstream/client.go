@@ -17,7 +17,7 @@ import (
 
 // What can go wrong in an exchange. Every error of Do, Read and Next is one of these, or the
 // context's (errors.Is with context.Canceled, context.DeadlineExceeded or the cause), or
-// os.ErrDeadlineExceeded when a deadline set by the caller passed, or ErrRequest.
+// os.ErrDeadlineExceeded when a deadline set by the caller passed.
 var (
 	// ErrDial: no connection, TLS included, could be made. The worker has seen nothing.
 	ErrDial = errors.New("cannot connect")

@@ -16,7 +16,7 @@ type Request struct {
 	// Head holds further header lines, each ended by CRLF, as AppendHeader makes them. Host
 	// and Content-Length are added by Do; these and Transfer-Encoding must not be in it.
 	Head []byte
-	Body []byte // the whole body; never modified, sent without being copied
+	Body []byte // the whole body; never modified, and only TLS makes copies
 	// HeadDeadline is when to give up waiting for the response head; zero is never. It is
 	// off again once the head has come.
 	HeadDeadline time.Time
