@@ -138,6 +138,15 @@ func eventually(t *testing.T, what string, ok func() bool) {
 	t.Fatalf("never: %s", what)
 }
 
+// soon is the ID of a worker whose turn is early in any interval.
+func soon() worker.ID {
+	id := worker.ID(1)
+	for monitor.Spread(id, time.Second) > time.Millisecond {
+		id++
+	}
+	return id
+}
+
 func fast() monitor.Config {
 	cfg := monitor.DefaultConfig()
 	cfg.ScrapeInterval, cfg.ScrapeTimeout, cfg.HealthInterval = 20*time.Millisecond, time.Second, 0
@@ -159,18 +168,25 @@ process_start_time_seconds 1000
 
 // A page of each bad kind comes after a good one, whose values stay.
 func TestBadPages(t *testing.T) {
+	var bomb bytes.Buffer
+	z := gzip.NewWriter(&bomb)
+	for range 17 << 10 {
+		z.Write(bytes.Repeat([]byte("vllm:kv_cache_usage_perc 0.12345\n"), 32))
+	}
+	z.Close()
 	hang := make(chan struct{})
 	for _, tt := range []struct {
 		name, reason string
 		answer       http.HandlerFunc
+		large        bool
 	}{
-		{"20 status 500", "status", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500); io.WriteString(w, goodPage) }},
+		{"20 status 500", "status", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500); io.WriteString(w, goodPage) }, false},
 		{"20 timeout", "timeout", func(_ http.ResponseWriter, r *http.Request) {
 			select {
 			case <-r.Context().Done():
 			case <-hang:
 			}
-		}},
+		}, false},
 		{"20 timeout inside the page", "timeout", func(w http.ResponseWriter, r *http.Request) {
 			io.WriteString(w, goodPage)
 			w.(http.Flusher).Flush()
@@ -178,34 +194,29 @@ func TestBadPages(t *testing.T) {
 			case <-r.Context().Done():
 			case <-hang:
 			}
-		}},
-		{"20 HTML", "missing_metric", func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "<html>\n<p>vllm</p>\n</html>\n") }},
-		{"empty", "missing_metric", func(http.ResponseWriter, *http.Request) {}},
+		}, false},
+		{"20 HTML", "missing_metric", func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "<html>\n<p>vllm</p>\n</html>\n") }, false},
+		{"empty", "missing_metric", func(http.ResponseWriter, *http.Request) {}, false},
 		{"garbage", "parse", func(w http.ResponseWriter, _ *http.Request) {
 			w.Write([]byte("vllm:kv_cache_usage_perc{\x00\xff} 1\n"))
-		}},
-		{"NaN", "parse", func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "vllm:kv_cache_usage_perc NaN\n") }},
+		}, false},
+		{"NaN", "parse", func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "vllm:kv_cache_usage_perc NaN\n") }, false},
 		{"huge", "parse", func(w http.ResponseWriter, _ *http.Request) {
 			line := []byte(strings.Repeat("vllm:kv_cache_usage_perc 0.1\n", 1024))
 			for range 17 << 20 / len(line) {
 				w.Write(line)
 			}
-		}},
+		}, true},
 		{"gzip bomb", "parse", func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Encoding", "gzip")
-			z, _ := gzip.NewWriterLevel(w, gzip.BestSpeed)
-			line := []byte(strings.Repeat("vllm:kv_cache_usage_perc 0.1\n", 1024))
-			for range 17 << 20 / len(line) {
-				z.Write(line)
-			}
-			z.Close()
-		}},
-		{"redirect", "status", func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "/elsewhere", 302) }},
-		{"reset", "connect", func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }},
+			w.Write(bomb.Bytes())
+		}, true},
+		{"redirect", "status", func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "/elsewhere", 302) }, false},
+		{"reset", "connect", func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, false},
 		{"cut before the first line ends", "parse", func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Length", "100000")
 			io.WriteString(w, "vllm:kv_cache_usage_pe")
-		}},
+		}, false},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			var bad atomic.Bool
@@ -221,12 +232,15 @@ func TestBadPages(t *testing.T) {
 			})
 			t.Cleanup(srv.Close)
 			cfg := fast()
-			if tt.reason != "timeout" { // what is large needs time on a busy machine
+			switch {
+			case tt.large: // needs time on a busy machine
+				cfg.ScrapeInterval, cfg.ScrapeTimeout = 3*time.Second, 3*time.Second
+			case tt.reason != "timeout":
 				cfg.ScrapeInterval = time.Second
 			}
 			t.Parallel()
 			r := newRig(cfg, busy.Thresholds{})
-			w := r.add(t, worker.Worker{Endpoint: srv.URL, Name: "w"})
+			w := r.add(t, worker.Worker{ID: soon(), Endpoint: srv.URL, Name: "w"})
 			stop := r.run(t)
 			const want = "free r0 870/1000"
 			eventually(t, "a first sample", func() bool { return r.status(w.ID) == want })
@@ -306,9 +320,7 @@ func TestForgetWhileScraping(t *testing.T) {
 	cfg := fast()
 	cfg.ScrapeInterval, cfg.ScrapeTimeout = time.Minute, time.Minute
 	r := newRig(cfg, busy.Thresholds{})
-	w := worker.Worker{Endpoint: srv.URL, Name: "w"}
-	for w.ID = 1; monitor.Spread(w.ID, time.Minute) > 50*time.Millisecond; w.ID++ {
-	}
+	w := worker.Worker{ID: soon(), Endpoint: srv.URL, Name: "w"}
 	id := r.add(t, w).ID
 	stop := r.run(t)
 	<-asked

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -51,6 +50,13 @@ func (f *fake) set(path, body string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.answer[path] = body
+}
+
+// count is how often path was asked for.
+func (f *fake) count(path string) int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return len(f.asked[path])
 }
 
 // gaps are the times between the questions for path from the nth on, as a list of seconds.
@@ -118,7 +124,7 @@ func TestScrapeRecovers(t *testing.T) {
 		time.Sleep(10 * time.Second)
 		net.set("/metrics", goodPage)
 		time.Sleep(5 * time.Second)
-		n := len(net.asked["/metrics"])
+		n := net.count("/metrics")
 		time.Sleep(3 * time.Second)
 		if got := net.gaps("/metrics", n+1); got != "1s 1s" {
 			t.Errorf("after recovery scrapes are %s apart, want 1s 1s", got)
@@ -213,129 +219,6 @@ func TestAsleep(t *testing.T) {
 			}
 		}
 	})
-}
-
-func TestNamesAreLearnt(t *testing.T) {
-	models := func(names string, length int) string {
-		var out []string
-		for _, n := range strings.Fields(names) {
-			parent := "null"
-			if strings.HasPrefix(n, "lora") {
-				parent = `"base"`
-			}
-			out = append(out, fmt.Sprintf(`{"id":%q,"parent":%s,"max_model_len":%d}`, n, parent, length))
-		}
-		return `{"object":"list","data":[` + strings.Join(out, ",") + `]}`
-	}
-	synctest.Test(t, func(t *testing.T) {
-		net := newFake(map[string]string{"/metrics": goodPage, "/health": " "})
-		r := newRig(monitor.DefaultConfig(), busy.Thresholds{})
-		r.Via(net)
-		var seen []string
-		var refuse error
-		r.Register = func(w *worker.Worker) (*busy.List, error) {
-			seen = append(seen, fmt.Sprint(w.Models, w.MaxModelLen))
-			if refuse != nil {
-				return nil, refuse
-			}
-			r.list.Register(w, time.Now())
-			r.Watch(w, r.list) // a caller may do so
-			return r.list, nil
-		}
-		w, err := worker.Worker{ID: 1, Endpoint: "http://worker"}.Normalize()
-		if err != nil {
-			t.Fatal(err)
-		}
-		r.Watch(&w, nil)
-		r.run(t)
-		time.Sleep(20 * time.Second)
-		if got := net.gaps("/v1/models", 1); got != "250ms 500ms 1s 2s 4s 5s 5s" {
-			t.Errorf("a worker without names is asked at %s", got)
-		}
-		if len(seen) > 0 || len(net.asked["/metrics"]) > 0 {
-			t.Errorf("before it had names it was registered %q or scraped %d times", seen, len(net.asked["/metrics"]))
-		}
-		want := []string{}
-		for _, step := range []struct {
-			models string
-			length int
-			refuse error
-			wait   time.Duration
-			want   string // registered as, "" for not at all
-		}{
-			{"lora1 base alias base", 4096, errors.New("taken"), 5 * time.Second, "[base alias lora1] 4096"},
-			{"lora1 base alias base", 4096, nil, 5 * time.Second, "[base alias lora1] 4096"},
-			{"lora1 base alias", 4096, nil, 31 * time.Second, ""},
-			{"base lora1 lora2", 4096, nil, 31 * time.Second, "[base lora1 lora2] 4096"},
-			{"base lora1 lora2", 8192, nil, 31 * time.Second, "[base lora1 lora2] 8192"},
-			{"", 0, nil, 31 * time.Second, ""},
-			{"other", 8192, nil, 31 * time.Second, "[other] 8192"},
-		} {
-			net.set("/v1/models", models(step.models, step.length))
-			refuse = step.refuse
-			time.Sleep(step.wait)
-			if step.want != "" {
-				want = append(want, step.want)
-			}
-			if !slices.Equal(seen, want) {
-				t.Fatalf("after %q registered %q, want %q", step.models, seen, want)
-			}
-		}
-		if got := r.status(1); got != "free r0 870/1000" {
-			t.Errorf("the worker that was named is %s", got)
-		}
-	})
-}
-
-// A worker that the operator has named keeps its names; only its context length is learnt.
-func TestGivenNamesStay(t *testing.T) {
-	models, err := os.ReadFile("testdata/sim_models.json")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var seen []string
-	set := func(r *rig) {
-		r.Register = func(w *worker.Worker) (*busy.List, error) {
-			seen = append(seen, fmt.Sprint(w.Models, w.MaxModelLen))
-			return r.list, nil
-		}
-	}
-	bubble(t, monitor.DefaultConfig(), map[string]string{"/v1/models": string(models)}, set, func(*rig, *fake, worker.ID) {
-		time.Sleep(2 * time.Minute)
-		if got := strings.Join(seen, " "); got != "[m] 131072" {
-			t.Errorf("registered %q, want once [m] 131072", got)
-		}
-	})
-}
-
-func TestDiscover(t *testing.T) {
-	simModels, err := os.ReadFile("testdata/sim_models.json")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, tt := range []struct {
-		name, body string
-		given      []string
-		want       string
-	}{
-		{"spillway sim", string(simModels), nil, "[sim-model] 131072 <nil>"},
-		{"given names stay", string(simModels), []string{"mine"}, "[mine] 131072 <nil>"},
-		{"base models first", `{"data":[{"id":"l","parent":"a"},{"id":"a","parent":"","max_model_len":7},{"id":"b","max_model_len":9}]}`, nil, "[a b l] 7 <nil>"},
-		{"no length", `{"data":[{"id":"a","max_model_len":null}]}`, nil, "[a] 0 <nil>"},
-		{"a length that is none", `{"data":[{"id":"a","max_model_len":-1}]}`, nil, "[a] 0 <nil>"},
-		{"no models", `{"data":[]}`, nil, "[] 0 monitor: the worker names no model: http://worker/v1/models"},
-		{"not JSON", `<html>`, nil, "[] 0 monitor: asking for models: http://worker/v1/models: invalid character '<' looking for beginning of value"},
-		{"no answer", ``, nil, `[] 0 monitor: asking for models: Get "http://worker/v1/models": refused`},
-	} {
-		t.Run(tt.name, func(t *testing.T) {
-			r := newRig(monitor.DefaultConfig(), busy.Thresholds{})
-			r.Via(newFake(map[string]string{"/v1/models": tt.body}))
-			w, err := r.Discover(t.Context(), worker.Worker{Endpoint: "http://worker", Models: tt.given})
-			if got := fmt.Sprint(w.Models, w.MaxModelLen, " ", err); strings.Join(strings.Fields(got), " ") != tt.want {
-				t.Errorf("Discover of %s gives %s, want %s", tt.body, got, tt.want)
-			}
-		})
-	}
 }
 
 func TestOutageIsLogged(t *testing.T) {
