@@ -89,17 +89,23 @@ func TestInterruptedReplay(t *testing.T) {
 	sim := start(t, nil, "sim", "--port", "0")
 	url := sim.await(`--workers: (\S+)\n`)
 	load := start(t, nil, "replay", "--url", url, "--rate", "20", "--duration", "1h")
-	for deadline := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) { // until it is under way
-		if _, stats := fetch(t, url+"/sim/stats"); !strings.Contains(stats, `"tokens_generated":0,`) {
-			break
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("no token generated within %v", patience)
-		}
-	}
+	eventually(t, "a token is generated", func() bool {
+		_, stats := fetch(t, url+"/sim/stats")
+		return !strings.Contains(stats, `"tokens_generated":0,`)
+	})
 	load.signal(syscall.SIGINT)
 	if code := load.exit(); code != 0 || !strings.Contains(load.stdout.String(), "goodput") {
 		t.Errorf("replay after SIGINT: exit code %d, want 0 and a report", code)
+	}
+}
+
+// eventually waits until ok, which is asked again and again.
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(patience); !ok(); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("not within %v: %s", patience, what)
+		}
 	}
 }
 
