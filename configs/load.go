@@ -274,18 +274,35 @@ func variable(key string) string {
 // parser, and the limits in it with it, so it is refused.
 type oneDocument struct{ yaml.YAML }
 
-// Unmarshal implements koanf.Parser.
-func (p *oneDocument) Unmarshal(b []byte) (map[string]any, error) {
+// Unmarshal implements koanf.Parser. Numbers and dates stay text as written, so that a value
+// reads the same in the file as in a flag: 007 is a fine API key, and 10000.0 no count.
+func (*oneDocument) Unmarshal(b []byte) (map[string]any, error) {
 	dec := yamlv3.NewDecoder(bytes.NewReader(b))
-	for n := 0; ; n++ {
-		var doc yamlv3.Node
-		switch err := dec.Decode(&doc); {
-		case errors.Is(err, io.EOF):
-			return p.YAML.Unmarshal(b)
-		case err != nil:
-			return nil, err
-		case n > 0:
-			return nil, errors.New("holds more than one YAML document")
+	var doc, more yamlv3.Node
+	values := map[string]any{}
+	if err := dec.Decode(&doc); errors.Is(err, io.EOF) {
+		return values, nil
+	} else if err != nil {
+		return nil, err
+	}
+	if err := dec.Decode(&more); err == nil {
+		return nil, errors.New("holds more than one YAML document")
+	} else if !errors.Is(err, io.EOF) {
+		return nil, err
+	}
+	asWritten(&doc)
+	return values, doc.Decode(&values)
+}
+
+// asWritten makes text of all scalars but booleans and nulls.
+func asWritten(n *yamlv3.Node) {
+	if n.Kind == yamlv3.ScalarNode {
+		switch n.ShortTag() {
+		case "!!int", "!!float", "!!timestamp":
+			n.Tag = "!!str"
 		}
+	}
+	for _, child := range n.Content {
+		asWritten(child)
 	}
 }

@@ -147,6 +147,9 @@ func TestValues(t *testing.T) {
 		{"bool flag off", "on: on", nil, []string{"--on=no"}, func(*command) {}},
 		{"text in the file for a number", `port: "9"`, nil, nil, func(c *command) { c.Port = 9 }},
 		{"largest uint64", "seed: 18446744073709551615", nil, nil, func(c *command) { c.Seed = 1<<64 - 1 }},
+		{"number for text in the file", "name: 0529", nil, nil, func(c *command) { c.Name = "0529" }},
+		{"numbers in a list in the file", "urls: [1, 2.0]", nil, nil, func(c *command) { c.URLs = []string{"1", "2.0"} }},
+		{"anchors in the file", "name: &n 7\nport: *n", nil, nil, func(c *command) { c.Name, c.Port = "7", 7 }},
 		{"list by commas", "", []string{"SPILLWAY_URLS=a, b,"}, nil, func(c *command) { c.URLs = []string{"a", "b"} }},
 		{"list in the file", "urls: [a, 'b,c']", nil, nil, func(c *command) { c.URLs = []string{"a", "b,c"} }},
 		{"list flag repeated", "urls: [z]", nil, []string{"--urls=a", "--urls", "b,c"}, func(c *command) { c.URLs = []string{"a", "b", "c"} }},
@@ -189,7 +192,7 @@ func TestErrors(t *testing.T) {
 		{"DYN", "", []string{"DYN_PORT="}, nil, `port: "" is not a whole number (from variable DYN_PORT)`},
 		{"file", "port: [1]", nil, nil, "port: is a list or a map, not a whole number (from file s.yaml)"},
 		{"no value in the file", "port:", nil, nil, "port: has no value (from file s.yaml)"},
-		{"fraction for a count", "tokens: 10000.0", nil, nil, "tokens: 10000 is a fraction or too large, not a whole number of at least 0 (from file s.yaml)"},
+		{"fraction for a count", "tokens: 10000.0", nil, nil, `tokens: "10000.0" is not a whole number of at least 0 (from file s.yaml)`},
 		{"negative count", "", []string{"SPILLWAY_TOKENS=-1"}, nil, `tokens: "-1" is not a whole number of at least 0 (from variable SPILLWAY_TOKENS)`},
 		{"beyond uint64", "", nil, []string{"--tokens=18446744073709551616"}, "tokens: 18446744073709551616 is too large or too small (from flag --tokens)"},
 		{"not a number", "frac: high", nil, nil, `frac: "high" is not a number (from file s.yaml)`},
@@ -198,7 +201,7 @@ func TestErrors(t *testing.T) {
 		{"_SECS too large", "", []string{"DYN_HOLD_SECS=1e300"}, nil, "hold: 1e300 is too large (from variable DYN_HOLD_SECS)"},
 		{"bool", "", nil, []string{"--on=maybe"}, `on: "maybe" is not true or false (from flag --on)`},
 		{"bool for a number", "port: true", nil, nil, "port: true is not a whole number (from file s.yaml)"},
-		{"number for text", "name: 0123", nil, nil, "name: 83 is a number, not text: put it in quotes (from file s.yaml)"},
+		{"bool for text", "name: yes\nlevel: true", nil, nil, "level: true is not text (from file s.yaml)"},
 		{"Validate on a flag", "", nil, []string{"--port=70000"}, "port: 70000 is not within 1..65535 (from flag --port)"},
 		{"Validate on the file", "frac: 1.5", nil, nil, "frac: 1.5 is above 1 (from file s.yaml)"},
 		{"Validate on the last source", "port: 0", []string{"DYN_PORT=-1"}, nil, "port: -1 is not within 1..65535 (from variable DYN_PORT)"},
@@ -208,7 +211,7 @@ func TestErrors(t *testing.T) {
 		{"two documents", "port: 1\n---\nport: 2", nil, nil, "file s.yaml: holds more than one YAML document"},
 		{"not a map", "- port", nil, nil, "file s.yaml: yaml: unmarshal errors:\n  line 1: cannot unmarshal !!seq into map[string]interface {}"},
 		{"key twice", "port: 1\nport: 2", nil, nil, "file s.yaml: yaml: unmarshal errors:\n  line 2: mapping key \"port\" already defined at line 1"},
-		{"alias without a model", "aliases: {a: 1}", nil, nil, "aliases: a: needs the name of a model (from file s.yaml)"},
+		{"alias without a model", "aliases: {a: []}", nil, nil, "aliases: a: needs the name of a model (from file s.yaml)"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			_, _, err := load(t, tt.file, tt.env, tt.args...)

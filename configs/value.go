@@ -64,17 +64,6 @@ func assign(to reflect.Value, value any) error {
 		}
 		to.SetBool(v)
 		return nil
-	case int, int64, uint64:
-		if to.Kind() == reflect.String {
-			return fmt.Errorf("%v is a number, not text: put it in quotes", v)
-		}
-		return assignText(to, fmt.Sprint(v))
-	case float64:
-		if to.Kind() != reflect.Float64 {
-			return fmt.Errorf("%v is a fraction or too large, not %s", v, wanted(to.Type()))
-		}
-		to.SetFloat(v)
-		return nil
 	case map[string]any, []any:
 		return fmt.Errorf("is a list or a map, not %s", wanted(to.Type()))
 	}

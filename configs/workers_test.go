@@ -75,7 +75,8 @@ func TestWorkerErrors(t *testing.T) {
 		{"one ID twice", "workers: [{url: http://a, instance_id: 7}, {url: http://b, instance_id: 7}]", nil, "workers: entry 2: instance_id: 7 is also that of a (from file s.yaml)"},
 		{"one name twice", "workers: [{url: http://a, name: x}, {url: http://b, name: x}]", nil, "workers: entry 2: name: x is also that of http://a (from file s.yaml)"},
 		{"a map", "workers: {url: http://a}", nil, "workers: is not a list (from file s.yaml)"},
-		{"a number", "workers: [1]", nil, "workers: entry 1: is neither a URL nor a map of keys (from file s.yaml)"},
+		{"a list in the list", "workers: [[]]", nil, "workers: entry 1: is neither a URL nor a map of keys (from file s.yaml)"},
+		{"a number", "workers: [1]", nil, `workers: entry 1: url: "1" needs to begin with http:// or https:// (from file s.yaml)`},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			_, _, err := load(t, tt.file, nil, tt.args...)
