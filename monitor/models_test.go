@@ -111,6 +111,30 @@ func TestGivenNamesStay(t *testing.T) {
 	})
 }
 
+// A record that the operator puts in place while another is being registered prevails.
+func TestNamesGivenMeanwhile(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(monitor.DefaultConfig(), busy.Thresholds{})
+		r.Via(newFake(map[string]string{"/v1/models": `{"data":[{"id":"learnt","max_model_len":7}]}`}))
+		var seen []string
+		r.Register = func(w *worker.Worker) (*busy.List, error) {
+			if seen = append(seen, fmt.Sprint(w.Models)); len(seen) == 1 {
+				given := *w
+				given.Models, given.MaxModelLen = []string{"given"}, 0
+				r.Watch(&given, r.list)
+			}
+			return r.list, nil
+		}
+		r.Watch(&worker.Worker{ID: 1, Name: "w", Endpoint: "http://worker"}, nil)
+		stop := r.run(t)
+		time.Sleep(2 * time.Minute)
+		stop()
+		if got := strings.Join(seen, " "); got != "[learnt] [given]" {
+			t.Errorf("registered %s, want [learnt] [given]", got)
+		}
+	})
+}
+
 func TestDiscover(t *testing.T) {
 	simModels, err := os.ReadFile("testdata/sim_models.json")
 	if err != nil {

@@ -102,6 +102,7 @@ func TestScrapeSchedule(t *testing.T) {
 	}{
 		{"each interval", monitor.DefaultConfig(), goodPage, nil, 5 * time.Second, "1s 1s 1s 1s"},
 		{"back-off", monitor.DefaultConfig(), "", nil, 12 * time.Second, "1s 1s 4s 4s"},
+		{"no back-off while there is something to use", monitor.DefaultConfig(), "vllm:num_requests_running 1\n", nil, 5 * time.Second, "1s 1s 1s 1s"},
 		{"back-off of a short interval", quick, "", nil, 600 * time.Millisecond, "50ms 50ms 200ms 200ms"},
 		{"back-off never shortens", slow, "", nil, 40 * time.Second, "8s 8s 8s 8s"},
 		{"no need", monitor.DefaultConfig(), goodPage, func() bool { return false }, 50 * time.Second, "15s 15s 15s"},
