@@ -1,0 +1,54 @@
+package main
+
+import (
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/spf13/pflag"
+)
+
+// found lists the distinct matches of a pattern's first group in a page of the checkout.
+func found(t *testing.T, page, pattern string) []string {
+	t.Helper()
+	text, err := os.ReadFile("../../" + page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all []string
+	for _, m := range regexp.MustCompile(pattern).FindAllStringSubmatch(string(text), -1) {
+		all = append(all, m[1])
+	}
+	slices.Sort(all)
+	if all = slices.Compact(all); len(all) == 0 {
+		t.Fatalf("%s: nothing matches %s", page, pattern)
+	}
+	return all
+}
+
+func TestDocsNameFlagsThatExist(t *testing.T) {
+	known := map[string]bool{}
+	for _, cmd := range newRoot(process{}).Commands() {
+		cmd.Flags().VisitAll(func(f *pflag.Flag) { known[f.Name] = true })
+	}
+	for _, page := range []string{"README.md", "ARCHITECTURE.md"} {
+		for _, flag := range found(t, page, "[ `]--([a-z][a-z-]*)") {
+			if !known[flag] && flag != "help" {
+				t.Errorf("%s: --%s is a flag of no command", page, flag)
+			}
+		}
+	}
+}
+
+func TestDocsNameMetricsThatExist(t *testing.T) {
+	demo := start(t, nil, "demo", "--http-port", "0", "--port", "0")
+	url := demo.await(`Front end: (\S+)\n`)
+	for _, name := range found(t, "README.md", `\b((?:dynamo|spillway)_[a-z_]+)`) {
+		eventually(t, name+" is exposed", func() bool {
+			_, page := fetch(t, url+"/metrics")
+			return strings.Contains(page, "\n# TYPE "+name+" ")
+		})
+	}
+}
