@@ -180,7 +180,7 @@ func TestBadPages(t *testing.T) {
 		answer       http.HandlerFunc
 		large        bool
 	}{
-		{"20 status 500", "status", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500); io.WriteString(w, goodPage) }, false},
+		{"20 status 500", "status", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusInternalServerError); io.WriteString(w, goodPage) }, false},
 		{"20 timeout", "timeout", func(_ http.ResponseWriter, r *http.Request) {
 			select {
 			case <-r.Context().Done():
@@ -211,7 +211,7 @@ func TestBadPages(t *testing.T) {
 			w.Header().Set("Content-Encoding", "gzip")
 			w.Write(bomb.Bytes())
 		}, true},
-		{"redirect", "status", func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "/elsewhere", 302) }, false},
+		{"redirect", "status", func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "/elsewhere", http.StatusFound) }, false},
 		{"reset", "connect", func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, false},
 		{"cut before the first line ends", "parse", func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Length", "100000")
