@@ -180,7 +180,10 @@ func TestBadPages(t *testing.T) {
 		answer       http.HandlerFunc
 		large        bool
 	}{
-		{"20 status 500", "status", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusInternalServerError); io.WriteString(w, goodPage) }, false},
+		{"20 status 500", "status", func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(http.StatusInternalServerError)
+			io.WriteString(w, goodPage)
+		}, false},
 		{"20 timeout", "timeout", func(_ http.ResponseWriter, r *http.Request) {
 			select {
 			case <-r.Context().Done():
