@@ -87,6 +87,8 @@ type Error struct {
 
 	// RetryAfter is when the client may come back; 0 leaves it to the configured default.
 	RetryAfter time.Duration
+
+	byStatus bool // made from a status alone, so that only its own slug fits
 }
 
 func (e *Error) Error() string {
@@ -99,9 +101,9 @@ func (e *Error) Error() string {
 func (e *Error) Unwrap() error { return e.Detail }
 
 // Type is the slug of the body's type field: the registered reason phrase in lower snake case;
-// service_unavailable for every overload, whatever its status.
+// service_unavailable for the refusals that are sent with the overload status, whatever that is.
 func (e *Error) Type() string {
-	if e.Cause == Overload {
+	if e.Cause == Overload && !e.byStatus && e.Status != http.StatusRequestTimeout {
 		return "service_unavailable"
 	}
 	return Slug(e.Status)
@@ -124,10 +126,10 @@ func Slug(status int) string {
 	return strings.ReplaceAll(strings.ToLower(strings.ReplaceAll(text, "-", " ")), " ", "_")
 }
 
-// New makes an error whose cause follows from the status, as for answers that Spillway itself
-// gives about a request.
+// New makes an error whose cause follows from the status: for answers about a request itself, and
+// for what a worker said of it.
 func New(status int, message string) *Error {
-	return &Error{Status: status, Cause: causeOf(status), Message: message}
+	return &Error{Status: status, Cause: causeOf(status), Message: message, byStatus: true}
 }
 
 // Invalid is a request that failed validation.
@@ -139,6 +141,10 @@ func causeOf(status int) Cause {
 	switch {
 	case status == 404:
 		return NotFound
+	case status == 429, status == 529:
+		return Overload
+	case status == 503:
+		return Unavailable
 	case status == 499:
 		return Cancelled
 	case status == 501:
