@@ -1,7 +1,6 @@
 package worker
 
 import (
-	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -16,12 +15,25 @@ type Catalog struct {
 	aliases    map[string]string       // operator's alias -> model
 	names      map[string]string       // any name -> canonical model
 	partitions map[Partition][]*Worker // by ID
-	models     []string                // canonical, sorted
+	narrowed   map[servedName][]*Worker
+	models     []string // canonical, sorted
+}
+
+// servedName is a further name that some workers of a partition answer to.
+type servedName struct {
+	Partition
+	name string
 }
 
 // NewCatalog returns a catalog with no workers. models are known even while no worker serves
-// them; aliases map further names to models, and requests that use one are rewritten.
+// them; aliases map further names to models or to workers' own further names, and requests that
+// use one are rewritten. It fails if a name would mean two things.
 func NewCatalog(models []string, aliases map[string]string) (*Catalog, error) {
+	for alias, name := range aliases {
+		if _, ok := aliases[name]; ok {
+			return nil, fmt.Errorf("alias %q: %q is an alias too", alias, name)
+		}
+	}
 	return build(nil, slices.Clone(models), maps.Clone(aliases))
 }
 
@@ -63,7 +75,7 @@ func build(workers []*Worker, configured []string, aliases map[string]string) (*
 	sort.Slice(workers, func(i, j int) bool { return workers[i].ID < workers[j].ID })
 	c := &Catalog{
 		workers: workers, configured: configured, aliases: aliases,
-		names: map[string]string{}, partitions: map[Partition][]*Worker{},
+		names: map[string]string{}, partitions: map[Partition][]*Worker{}, narrowed: map[servedName][]*Worker{},
 	}
 	means := func(name, model string) error {
 		if had, ok := c.names[name]; ok && had != model {
@@ -79,14 +91,23 @@ func build(workers []*Worker, configured []string, aliases map[string]string) (*
 	}
 	for _, w := range workers {
 		c.partitions[w.Partition()] = append(c.partitions[w.Partition()], w)
-		for _, m := range w.Models {
+		for i, m := range w.Models {
 			if err := means(m, w.Models[0]); err != nil {
 				return nil, err
 			}
+			if !slices.Contains(w.Models[:i], m) {
+				key := servedName{w.Partition(), m}
+				c.narrowed[key] = append(c.narrowed[key], w)
+			}
 		}
 	}
-	for name, model := range aliases {
-		if err := errors.Join(means(model, model), means(name, model)); err != nil {
+	for _, name := range aliases {
+		if _, ok := c.names[name]; !ok { // nobody serves it yet
+			c.names[name] = name
+		}
+	}
+	for alias, name := range aliases {
+		if err := means(alias, c.names[name]); err != nil {
 			return nil, err
 		}
 	}
@@ -117,21 +138,15 @@ func (c *Catalog) Resolve(model, tenant string) (Name, bool) {
 		return Name{}, false
 	}
 	n := Name{Partition: Partition{canonical, tenant}, Served: model}
-	if _, ok := c.aliases[model]; ok {
-		n.Served = canonical
+	if name, ok := c.aliases[model]; ok {
+		n.Served = name
 	}
 	if n.Workers, ok = c.partitions[n.Partition]; !ok {
 		n.Partition.Tenant = DefaultTenant
 		n.Workers = c.partitions[n.Partition]
 	}
 	if n.Served != canonical {
-		all := n.Workers
-		n.Workers, n.Narrowed = nil, true
-		for _, w := range all {
-			if w.Serves(n.Served) {
-				n.Workers = append(n.Workers, w)
-			}
-		}
+		n.Workers, n.Narrowed = c.narrowed[servedName{n.Partition, n.Served}], true
 	}
 	return n, true
 }
@@ -160,5 +175,5 @@ func (c *Catalog) Find(id ID) *Worker {
 	return nil
 }
 
-// IsAlias tells whether a name is an operator's alias, which workers do not know.
+// IsAlias tells whether a name is an operator's alias, which workers need not know.
 func (c *Catalog) IsAlias(name string) bool { _, ok := c.aliases[name]; return ok }

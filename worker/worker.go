@@ -8,6 +8,7 @@ import (
 	"math"
 	"net/url"
 	"strconv"
+	"strings"
 
 	"github.com/zeebo/xxh3"
 )
@@ -79,17 +80,17 @@ func (w Worker) Normalize() (Worker, error) {
 		return w, fmt.Errorf("url: %q needs to begin with http:// or https://", w.Endpoint)
 	case u.Host == "":
 		return w, fmt.Errorf("url: %q names no host", w.Endpoint)
+	case u.User != nil:
+		return w, errors.New("url: credentials belong in api_key")
 	case u.RawQuery != "" || u.Fragment != "":
 		return w, fmt.Errorf("url: %q must have neither query nor fragment", w.Endpoint)
 	}
-	for len(w.Endpoint) > 0 && w.Endpoint[len(w.Endpoint)-1] == '/' {
-		w.Endpoint = w.Endpoint[:len(w.Endpoint)-1]
-	}
+	w.Endpoint = strings.TrimRight(w.Endpoint, "/")
 	if w.ID == 0 {
 		w.ID = DefaultID(w.Endpoint)
 	}
 	if w.Name == "" {
-		w.Name = u.Host + u.Path
+		w.Name = strings.TrimRight(u.Host+u.Path, "/")
 	}
 	if w.Tenant == "" {
 		w.Tenant = DefaultTenant
@@ -111,8 +112,13 @@ func (w Worker) Normalize() (Worker, error) {
 	default:
 		return w, fmt.Errorf("rank_routing: %q is neither spillway nor engine", w.RankRouting)
 	}
-	if uint64(w.DPStart)+uint64(w.DPSize) >= AnyDP || w.DPSize > MaxDPSize {
-		return w, fmt.Errorf("dp_size: %d ranks from %d are more than %d", w.DPSize, w.DPStart, MaxDPSize)
+	switch {
+	case w.DPSize > MaxDPSize:
+		return w, fmt.Errorf("dp_size: %d is more than %d", w.DPSize, MaxDPSize)
+	case w.DPSize == 0 && w.DPStart > 0:
+		return w, fmt.Errorf("dp_start: %d declares no rank without dp_size", w.DPStart)
+	case uint64(w.DPStart)+uint64(w.DPSize) > AnyDP:
+		return w, fmt.Errorf("dp_start: %d ranks from %d go beyond %d", w.DPSize, w.DPStart, uint32(AnyDP-1))
 	}
 	for _, m := range w.Models {
 		if m == "" {
