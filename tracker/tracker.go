@@ -4,8 +4,8 @@ package tracker
 
 import (
 	"errors"
+	"maps"
 	"math"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -66,8 +66,7 @@ func New() *Tracker {
 // Book is the part of a tracker that belongs to one worker.
 type Book struct {
 	requests atomic.Int64
-	open     bool // ranks appear when first used, because none are declared; set at Register
-	ranks    map[uint32]*Load
+	ranks    map[uint32]*Load // guarded by the tracker's lock
 }
 
 // Requests is the number of live reservations on all ranks of the worker. It takes no lock.
@@ -81,9 +80,9 @@ type booking struct {
 	prefill  bool      // PrefillTokens are still counted
 }
 
-// Register makes the ranks of w known and returns its book. For a worker that declares no ranks
-// they appear as they are used; for one that picks its own rank there is only worker.AnyDP. If w
-// is known, ranks that remain keep their reservations and the others lose theirs.
+// Register makes the ranks of w known and returns its book. A worker that declares none has rank
+// 0, and those added with AddRank; one that picks its own rank has only worker.AnyDP. If w is
+// known already, ranks that it still has keep their reservations and the others lose theirs.
 func (t *Tracker) Register(w *worker.Worker) *Book {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -92,44 +91,59 @@ func (t *Tracker) Register(w *worker.Worker) *Book {
 		b = &Book{ranks: map[uint32]*Load{}}
 		t.books[w.ID] = b
 	}
-	var want []uint32
+	first, size := w.DPStart, w.DPSize
 	switch {
 	case w.RankRouting == worker.RankByEngine:
-		want = []uint32{worker.AnyDP}
-	default:
-		for i := range w.DPSize {
-			want = append(want, w.DPStart+i)
+		first, size = worker.AnyDP, 1
+	case size == 0:
+		first, size = 0, 1
+	}
+	kept := func(dp uint32) bool {
+		undeclared := w.DPSize == 0 && w.RankRouting != worker.RankByEngine
+		return dp >= first && dp-first < size || undeclared && dp != worker.AnyDP
+	}
+	for id, r := range t.bookings {
+		if r.book == b && !kept(r.Rank.DP) {
+			t.freeLocked(id, r)
 		}
 	}
-	b.open = len(want) == 0
-	for _, dp := range want {
-		if b.ranks[dp] == nil {
-			b.ranks[dp] = &Load{}
-		}
-	}
-	for dp := range b.ranks {
-		if !b.open && !slices.Contains(want, dp) || b.open && dp == worker.AnyDP {
-			t.dropLocked(w.ID, func(r worker.Rank) bool { return r.DP == dp })
-			delete(b.ranks, dp)
+	maps.DeleteFunc(b.ranks, func(dp uint32, _ *Load) bool { return !kept(dp) })
+	for i := range size {
+		if b.ranks[first+i] == nil {
+			b.ranks[first+i] = &Load{}
 		}
 	}
 	return b
+}
+
+// AddRank makes one more rank of a registered worker known: one that its engine reports although
+// it is not declared. It reports false if the worker is unknown or has worker.MaxDPSize ranks.
+func (t *Tracker) AddRank(r worker.Rank) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	b := t.books[r.Worker]
+	if b == nil {
+		return false
+	}
+	if b.ranks[r.DP] == nil {
+		if len(b.ranks) >= worker.MaxDPSize {
+			return false
+		}
+		b.ranks[r.DP] = &Load{}
+	}
+	return true
 }
 
 // Unregister forgets a worker and every reservation on it.
 func (t *Tracker) Unregister(id worker.ID) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.dropLocked(id, func(worker.Rank) bool { return true })
-	delete(t.books, id)
-}
-
-func (t *Tracker) dropLocked(id worker.ID, match func(worker.Rank) bool) {
-	for key, b := range t.bookings {
-		if b.Rank.Worker == id && match(b.Rank) {
-			t.freeLocked(key, b)
+	for key, r := range t.bookings {
+		if r.Rank.Worker == id {
+			t.freeLocked(key, r)
 		}
 	}
+	delete(t.books, id)
 }
 
 // Reserve books r. It returns ErrBusy if the rank is over limit already (r is not counted: a long
@@ -138,20 +152,16 @@ func (t *Tracker) dropLocked(id worker.ID, match func(worker.Rank) bool) {
 func (t *Tracker) Reserve(r Reservation, limit Limit, now time.Time) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if _, ok := t.bookings[r.ID]; ok {
-		return ErrDuplicate
-	}
 	book := t.books[r.Rank.Worker]
 	if book == nil {
 		return ErrUnknownRank
 	}
 	load := book.ranks[r.Rank.DP]
 	if load == nil {
-		if !book.open || len(book.ranks) >= worker.MaxDPSize || r.Rank.DP == worker.AnyDP {
-			return ErrUnknownRank
-		}
-		load = &Load{}
-		book.ranks[r.Rank.DP] = load
+		return ErrUnknownRank
+	}
+	if _, ok := t.bookings[r.ID]; ok {
+		return ErrDuplicate
 	}
 	if load.over(limit) {
 		return ErrBusy
