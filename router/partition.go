@@ -1,9 +1,9 @@
 package router
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -40,9 +40,11 @@ type Partition struct {
 	rooms []busy.Room // scratch: ranks that may be picked
 }
 
+// candidate is a registered worker; the zero value is an empty slot.
 type candidate struct {
-	worker *worker.Worker // nil: the slot is empty
+	worker *worker.Worker
 	book   *tracker.Book
+	multi  bool // more than one rank is declared or was ever free at once
 }
 
 // Query is what is known of a request when a rank is chosen for it.
@@ -50,7 +52,7 @@ type Query struct {
 	Reservation  string           // ID to book under; unique in the partition
 	PromptTokens uint64           // ISL, not less than what the worker will count
 	NoDecode     bool             // nothing is generated (embeddings): no KV blocks are booked
-	Only         []*worker.Worker // allow-list, nil for all
+	Only         []*worker.Worker // allow-list by ID, nil for all
 	Exclude      []worker.ID      // workers that failed this request already
 	Worker       *worker.ID       // pin to a worker, or nil
 	DP           *uint32          // pin to a rank, or nil
@@ -59,172 +61,177 @@ type Query struct {
 // Selection is where a request goes. Its load is booked until Free.
 type Selection struct {
 	Worker    *worker.Worker
-	Rank      worker.Rank
-	MultiRank bool   // the rank has to be named to the worker
-	BlockSize uint32 // tokens per KV block
+	Rank      worker.Rank // worker.AnyDP where the engine picks the rank
+	MultiRank bool        // the rank has to be named to the worker
+	BlockSize uint32      // tokens per KV block
 }
 
 // Select picks a rank and books the request on it, in one step. It returns one of the errors
-// above except ErrUnknownModel; then nothing is booked.
+// above except ErrUnknownModel, or one that wraps tracker.ErrDuplicate; then nothing is booked.
 func (p *Partition) Select(q Query, now time.Time) (Selection, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	snap := p.Busy.Snapshot()
-	if len(snap.Registered) == 0 {
+	pinned := q.Worker != nil || q.DP != nil
+	switch {
+	case len(snap.Registered) == 0:
 		return Selection{}, ErrNoWorkers
-	}
-	if q.Worker != nil {
-		return p.pinnedLocked(q, snap, now)
-	}
-	if p.mode == Direct {
+	case p.mode == Direct && q.Worker == nil:
 		return Selection{}, ErrPinMissing
-	}
-	if q.DP != nil && !p.rankExistsLocked(q) {
+	case pinned && len(p.suitableLocked(snap.RegisteredSlots, &q, nil)) == 0:
 		return Selection{}, ErrPinUnknown
-	}
-	if !slices.ContainsFunc(snap.RoutableSlots, func(s int32) bool { return p.allowedLocked(s, q) }) {
+	case len(p.suitableLocked(snap.RoutableSlots, &q, q.Exclude)) == 0:
 		return Selection{}, ErrUnroutable
 	}
-	fit := snap.FreeSlots
-	if q.Only != nil || len(q.Exclude) > 0 || q.DP != nil {
-		p.fit = p.fit[:0]
-		for _, s := range snap.FreeSlots {
-			if p.allowedLocked(s, q) {
-				p.fit = append(p.fit, s)
-			}
-		}
-		fit = p.fit
+	sel, err := p.placeLocked(p.suitableLocked(snap.FreeSlots, &q, q.Exclude), &q, false, now)
+	if errors.Is(err, tracker.ErrBusy) && !snap.ThresholdsSet {
+		// Marks are only a preference then, and those that the request may use are all marked.
+		sel, err = p.placeLocked(p.suitableLocked(snap.RoutableSlots, &q, q.Exclude), &q, true, now)
 	}
-	for len(fit) > 0 {
-		i := p.pickLocked(fit)
-		c := p.slots[fit[i]]
-		sel, err := p.bookLocked(c.worker, q, now)
-		if !errors.Is(err, tracker.ErrBusy) {
-			if err == nil {
-				p.last = c.worker.ID
-			}
-			return sel, err
-		}
-		// Another writer of the tracker was faster: this worker is full, look at the rest.
-		p.fit = append(p.fit[:0], fit...)
-		fit = slices.Delete(p.fit, i, i+1)
-	}
-	if q.DP != nil {
+	switch {
+	case !errors.Is(err, tracker.ErrBusy):
+		return sel, err
+	case len(p.suitableLocked(p.Busy.Snapshot().RoutableSlots, &q, q.Exclude)) == 0: // a probe or a failure came in between
+		return Selection{}, ErrUnroutable
+	case pinned:
 		return Selection{}, ErrPinBusy
 	}
 	return Selection{}, ErrOverloaded
 }
 
-func (p *Partition) pinnedLocked(q Query, snap *busy.Snapshot, now time.Time) (Selection, error) {
-	slot, ok := p.Busy.Slot(*q.Worker)
-	if !ok || p.slots[slot].worker == nil || !p.allowedLocked(int32(slot), q) {
-		return Selection{}, ErrPinUnknown
+// suitableLocked returns those of slots, which are in the order of worker IDs, that the request
+// may go to, however busy they are. The result is good until the next call.
+func (p *Partition) suitableLocked(slots []int32, q *Query, exclude []worker.ID) []int32 {
+	if q.Only == nil && q.Worker == nil && q.DP == nil && len(exclude) == 0 {
+		return slots
 	}
-	if _, ok := slices.BinarySearch(snap.Routable, *q.Worker); !ok {
-		return Selection{}, ErrUnroutable
-	}
-	sel, err := p.bookLocked(p.slots[slot].worker, q, now)
-	if errors.Is(err, tracker.ErrBusy) {
-		return Selection{}, ErrPinBusy
-	}
-	return sel, err
-}
-
-// bookLocked books q on the rank of w with the fewest requests. tracker.ErrBusy means that w has
-// no rank to spare.
-func (p *Partition) bookLocked(w *worker.Worker, q Query, now time.Time) (Selection, error) {
-	p.rooms = p.Busy.FreeRanks(w.ID, p.rooms[:0])
-	multi := w.DPSize > 1 || len(p.rooms) > 1
-	p.rng.Shuffle(len(p.rooms), func(i, j int) { p.rooms[i], p.rooms[j] = p.rooms[j], p.rooms[i] })
-	if len(p.rooms) > 1 {
-		slices.SortStableFunc(p.rooms, func(a, b busy.Room) int {
-			return cmp.Compare(p.Tracker.Load(worker.Rank{Worker: w.ID, DP: a.DP}).Requests,
-				p.Tracker.Load(worker.Rank{Worker: w.ID, DP: b.DP}).Requests)
-		})
-	}
-	blockSize := p.Busy.BlockSize(w.ID)
-	for _, room := range p.rooms {
-		if q.DP != nil && room.DP != *q.DP && room.DP != worker.AnyDP {
-			continue
+	p.fit = p.fit[:0]
+	only := q.Only
+	for _, slot := range slots {
+		w := p.slots[slot].worker
+		for len(only) > 0 && only[0].ID < w.ID {
+			only = only[1:]
 		}
-		r := tracker.Reservation{
-			ID: q.Reservation, Rank: worker.Rank{Worker: w.ID, DP: room.DP}, PrefillTokens: q.PromptTokens,
-		}
-		if !q.NoDecode {
-			r.DecodeBlocks = q.PromptTokens / uint64(blockSize)
-		}
-		limit := tracker.Limit{PrefillTokens: room.MaxPrefillTokens, DecodeBlocks: room.MaxDecodeBlocks}
-		switch err := p.Tracker.Reserve(r, limit, now); {
-		case err == nil:
-			p.Busy.Refresh(w.ID, now)
-			return Selection{
-				Worker: w, Rank: r.Rank, BlockSize: blockSize,
-				MultiRank: multi && room.DP != worker.AnyDP,
-			}, nil
-		case !errors.Is(err, tracker.ErrBusy):
-			return Selection{}, fmt.Errorf("router: reserve: %w", err)
+		switch {
+		case q.Only != nil && (len(only) == 0 || only[0].ID != w.ID):
+		case q.Worker != nil && *q.Worker != w.ID:
+		case q.DP != nil && !declares(w, *q.DP):
+		case slices.Contains(exclude, w.ID):
+		default:
+			p.fit = append(p.fit, slot)
 		}
 	}
-	return Selection{}, tracker.ErrBusy
+	return p.fit
 }
 
-// allowedLocked tells whether the request may go to the worker in a slot, however busy it is.
-func (p *Partition) allowedLocked(slot int32, q Query) bool {
-	w := p.slots[slot].worker
-	return (q.Only == nil || slices.ContainsFunc(q.Only, func(o *worker.Worker) bool { return o.ID == w.ID })) &&
-		!slices.Contains(q.Exclude, w.ID) && (q.DP == nil || declares(w, *q.DP))
-}
-
-func (p *Partition) rankExistsLocked(q Query) bool {
-	return slices.ContainsFunc(p.slots, func(c candidate) bool { return c.worker != nil && declares(c.worker, *q.DP) })
-}
-
-// declares tells whether a worker may have the rank: all that declare none have rank 0 alone as
-// far as a client can know.
+// declares tells whether a client may ask for the rank: of a worker that declares none it knows
+// rank 0 alone.
 func declares(w *worker.Worker, dp uint32) bool {
 	return dp >= w.DPStart && dp-w.DPStart < max(w.DPSize, 1)
 }
 
-// pickLocked returns the index in fit, which is not empty, of the slot to try.
-func (p *Partition) pickLocked(fit []int32) int {
-	switch p.mode {
-	case Random:
-		return p.rng.IntN(len(fit))
-	case PowerOfTwo:
-		i := p.rng.IntN(len(fit))
-		if len(fit) == 1 {
-			return i
-		}
-		j := (i + 1 + p.rng.IntN(len(fit)-1)) % len(fit) // another one; which comes first is random
-		if p.requests(fit[j]) < p.requests(fit[i]) {
-			return j
-		}
-		return i
-	case LeastLoaded:
-		best, least, ties := 0, int64(0), 0
-		for i, s := range fit {
-			switch n := p.requests(s); {
-			case ties == 0 || n < least:
-				best, least, ties = i, n, 1
-			case n == least:
-				if ties++; p.rng.IntN(ties) == 0 {
-					best = i
-				}
+// placeLocked books q on one of the workers in slots, tracker.ErrBusy if none has a rank to spare.
+// With marked, the mark of a pinned rank does not matter.
+func (p *Partition) placeLocked(slots []int32, q *Query, marked bool, now time.Time) (Selection, error) {
+	for len(slots) > 0 {
+		i := p.pickLocked(slots)
+		c := &p.slots[slots[i]]
+		sel, err := p.bookLocked(c, q, marked, now)
+		if !errors.Is(err, tracker.ErrBusy) {
+			if err == nil && q.Worker == nil {
+				p.last = c.worker.ID
 			}
+			return sel, err
 		}
-		return best
+		// The pinned rank is busy, or a report came in since the snapshot: look at the rest.
+		p.fit = append(p.fit[:0], slots...)
+		slots = slices.Delete(p.fit, i, i+1)
 	}
-	// Round-robin goes by ID, not by a count: the set of free workers changes between requests.
-	i, found := slices.BinarySearchFunc(fit, p.last, func(s int32, last worker.ID) int {
-		return cmp.Compare(p.slots[s].worker.ID, last)
-	})
-	if found {
-		i++
-	}
-	return i % len(fit)
+	return Selection{}, tracker.ErrBusy
 }
 
-func (p *Partition) requests(slot int32) int64 { return p.slots[slot].book.Requests() }
+// bookLocked books q on a rank of the worker, tracker.ErrBusy if none is to spare.
+func (p *Partition) bookLocked(c *candidate, q *Query, marked bool, now time.Time) (Selection, error) {
+	p.rooms = p.Busy.FreeRanks(c.worker.ID, p.rooms[:0])
+	c.multi = c.multi || len(p.rooms) > 1
+	rooms := p.rooms
+	if q.DP != nil {
+		rooms = pinnedRoom(rooms, *q.DP, marked)
+	}
+	for len(rooms) > 0 {
+		i := p.lightestLocked(c, rooms)
+		sel, err := p.reserveLocked(c, q, rooms[i], now)
+		if !errors.Is(err, tracker.ErrBusy) {
+			return sel, err
+		}
+		rooms[i] = rooms[len(rooms)-1] // it was filled since FreeRanks looked
+		rooms = rooms[:len(rooms)-1]
+	}
+	return Selection{}, tracker.ErrBusy
+}
+
+// pinnedRoom returns of rooms the one that a pin to a rank may use, in their place.
+func pinnedRoom(rooms []busy.Room, dp uint32, marked bool) []busy.Room {
+	for _, r := range rooms {
+		if r.DP == dp || r.DP == worker.AnyDP {
+			return append(rooms[:0], r)
+		}
+	}
+	if marked && len(rooms) > 0 { // the worker is routable, and only a mark keeps the rank from us
+		return append(rooms[:0], busy.Room{DP: dp, MaxDecodeBlocks: busy.Unlimited, MaxPrefillTokens: busy.Unlimited})
+	}
+	return nil
+}
+
+// lightestLocked returns the index of the rank with the fewest requests, ties broken at random.
+// Ranks that only the engine reports come last: they may be left over from its former life.
+func (p *Partition) lightestLocked(c *candidate, rooms []busy.Room) int {
+	best, least, ties := 0, uint64(math.MaxUint64), 0
+	for i, room := range rooms {
+		n := p.Tracker.Load(worker.Rank{Worker: c.worker.ID, DP: room.DP}).Requests
+		if c.worker.DPSize > 0 && room.DP != worker.AnyDP && !declares(c.worker, room.DP) {
+			n += 1 << 63
+		}
+		switch {
+		case n < least:
+			best, least, ties = i, n, 1
+		case n == least:
+			if ties++; p.rng.IntN(ties) == 0 {
+				best = i
+			}
+		}
+	}
+	return best
+}
+
+// reserveLocked books q in a room of the worker, tracker.ErrBusy if it is full.
+func (p *Partition) reserveLocked(c *candidate, q *Query, room busy.Room, now time.Time) (Selection, error) {
+	sel := Selection{
+		Worker: c.worker, Rank: worker.Rank{Worker: c.worker.ID, DP: room.DP},
+		MultiRank: c.multi && room.DP != worker.AnyDP,
+		BlockSize: p.Busy.BlockSize(c.worker.ID),
+	}
+	r := tracker.Reservation{ID: q.Reservation, Rank: sel.Rank, PrefillTokens: q.PromptTokens}
+	if !q.NoDecode {
+		r.DecodeBlocks = q.PromptTokens / uint64(sel.BlockSize)
+	}
+	limit := tracker.Limit{PrefillTokens: room.MaxPrefillTokens, DecodeBlocks: room.MaxDecodeBlocks}
+	err := p.Tracker.Reserve(r, limit, now)
+	if errors.Is(err, tracker.ErrUnknownRank) && p.Tracker.AddRank(r.Rank) { // the engine reports it, nobody declared it
+		err = p.Tracker.Reserve(r, limit, now)
+	}
+	switch {
+	case errors.Is(err, tracker.ErrBusy):
+		return Selection{}, err
+	case err != nil:
+		return Selection{}, fmt.Errorf("router: reserve: %w", err)
+	}
+	p.Busy.Refresh(c.worker.ID, now)
+	if room.DP == worker.AnyDP && q.DP != nil { // booked for the worker as a whole, but the client's word goes to the engine
+		sel.Rank.DP, sel.MultiRank = *q.DP, c.worker.DPSize > 1
+	}
+	return sel, nil
+}
 
 // PrefillDone takes the prompt of a request off the prefill load of its rank, once.
 func (p *Partition) PrefillDone(id string, now time.Time) {
@@ -259,7 +266,7 @@ func (p *Partition) register(w *worker.Worker, now time.Time) {
 	for len(p.slots) <= slot {
 		p.slots = append(p.slots, candidate{})
 	}
-	p.slots[slot] = candidate{w, book}
+	p.slots[slot] = candidate{worker: w, book: book, multi: w.DPSize > 1}
 }
 
 func (p *Partition) unregister(id worker.ID, now time.Time) {

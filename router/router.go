@@ -135,7 +135,7 @@ type Target struct {
 	Model     string           // canonical
 	Served    string           // what the worker is asked for
 	Partition *Partition       // nil while no worker is registered
-	Only      []*worker.Worker // the workers that serve Served, or nil for all of the partition
+	Only      []*worker.Worker // the workers that serve Served, by ID, or nil for all of the partition
 }
 
 // Resolve finds the target of a model name and tenant. It returns ErrUnknownModel.
