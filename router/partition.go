@@ -42,6 +42,7 @@ type Partition struct {
 
 // candidate is a registered worker; the zero value is an empty slot.
 type candidate struct {
+	id     worker.ID // of worker, at hand for searches
 	worker *worker.Worker
 	book   *tracker.Book
 	multi  bool // more than one rank is declared or was ever free at once
@@ -72,27 +73,30 @@ func (p *Partition) Select(q Query, now time.Time) (Selection, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	snap := p.Busy.Snapshot()
-	pinned := q.Worker != nil || q.DP != nil
 	switch {
 	case len(snap.Registered) == 0:
 		return Selection{}, ErrNoWorkers
 	case p.mode == Direct && q.Worker == nil:
 		return Selection{}, ErrPinMissing
+	}
+	sel, err := p.placeLocked(p.suitableLocked(snap.FreeSlots, &q, q.Exclude), &q, false, now)
+	if !errors.Is(err, tracker.ErrBusy) {
+		return sel, err
+	}
+	snap = p.Busy.Snapshot() // a report may have come in since
+	pinned := q.Worker != nil || q.DP != nil
+	switch {
 	case pinned && len(p.suitableLocked(snap.RegisteredSlots, &q, nil)) == 0:
 		return Selection{}, ErrPinUnknown
 	case len(p.suitableLocked(snap.RoutableSlots, &q, q.Exclude)) == 0:
 		return Selection{}, ErrUnroutable
-	}
-	sel, err := p.placeLocked(p.suitableLocked(snap.FreeSlots, &q, q.Exclude), &q, false, now)
-	if errors.Is(err, tracker.ErrBusy) && !snap.ThresholdsSet {
+	case !snap.ThresholdsSet:
 		// Marks are only a preference then, and those that the request may use are all marked.
 		sel, err = p.placeLocked(p.suitableLocked(snap.RoutableSlots, &q, q.Exclude), &q, true, now)
 	}
 	switch {
 	case !errors.Is(err, tracker.ErrBusy):
 		return sel, err
-	case len(p.suitableLocked(p.Busy.Snapshot().RoutableSlots, &q, q.Exclude)) == 0: // a probe or a failure came in between
-		return Selection{}, ErrUnroutable
 	case pinned:
 		return Selection{}, ErrPinBusy
 	}
@@ -108,15 +112,15 @@ func (p *Partition) suitableLocked(slots []int32, q *Query, exclude []worker.ID)
 	p.fit = p.fit[:0]
 	only := q.Only
 	for _, slot := range slots {
-		w := p.slots[slot].worker
-		for len(only) > 0 && only[0].ID < w.ID {
+		c := &p.slots[slot]
+		for len(only) > 0 && only[0].ID < c.id {
 			only = only[1:]
 		}
 		switch {
-		case q.Only != nil && (len(only) == 0 || only[0].ID != w.ID):
-		case q.Worker != nil && *q.Worker != w.ID:
-		case q.DP != nil && !declares(w, *q.DP):
-		case slices.Contains(exclude, w.ID):
+		case q.Only != nil && (len(only) == 0 || only[0].ID != c.id):
+		case q.Worker != nil && *q.Worker != c.id:
+		case q.DP != nil && !declares(c.worker, *q.DP):
+		case slices.Contains(exclude, c.id):
 		default:
 			p.fit = append(p.fit, slot)
 		}
@@ -139,7 +143,7 @@ func (p *Partition) placeLocked(slots []int32, q *Query, marked bool, now time.T
 		sel, err := p.bookLocked(c, q, marked, now)
 		if !errors.Is(err, tracker.ErrBusy) {
 			if err == nil && q.Worker == nil {
-				p.last = c.worker.ID
+				p.last = c.id
 			}
 			return sel, err
 		}
@@ -152,7 +156,7 @@ func (p *Partition) placeLocked(slots []int32, q *Query, marked bool, now time.T
 
 // bookLocked books q on a rank of the worker, tracker.ErrBusy if none is to spare.
 func (p *Partition) bookLocked(c *candidate, q *Query, marked bool, now time.Time) (Selection, error) {
-	p.rooms = p.Busy.FreeRanks(c.worker.ID, p.rooms[:0])
+	p.rooms = p.Busy.FreeRanks(c.id, p.rooms[:0])
 	c.multi = c.multi || len(p.rooms) > 1
 	rooms := p.rooms
 	if q.DP != nil {
@@ -188,7 +192,7 @@ func pinnedRoom(rooms []busy.Room, dp uint32, marked bool) []busy.Room {
 func (p *Partition) lightestLocked(c *candidate, rooms []busy.Room) int {
 	best, least, ties := 0, uint64(math.MaxUint64), 0
 	for i, room := range rooms {
-		n := p.Tracker.Load(worker.Rank{Worker: c.worker.ID, DP: room.DP}).Requests
+		n := p.Tracker.Load(worker.Rank{Worker: c.id, DP: room.DP}).Requests
 		if c.worker.DPSize > 0 && room.DP != worker.AnyDP && !declares(c.worker, room.DP) {
 			n += 1 << 63
 		}
@@ -207,9 +211,9 @@ func (p *Partition) lightestLocked(c *candidate, rooms []busy.Room) int {
 // reserveLocked books q in a room of the worker, tracker.ErrBusy if it is full.
 func (p *Partition) reserveLocked(c *candidate, q *Query, room busy.Room, now time.Time) (Selection, error) {
 	sel := Selection{
-		Worker: c.worker, Rank: worker.Rank{Worker: c.worker.ID, DP: room.DP},
+		Worker: c.worker, Rank: worker.Rank{Worker: c.id, DP: room.DP},
 		MultiRank: c.multi && room.DP != worker.AnyDP,
-		BlockSize: p.Busy.BlockSize(c.worker.ID),
+		BlockSize: p.Busy.BlockSize(c.id),
 	}
 	r := tracker.Reservation{ID: q.Reservation, Rank: sel.Rank, PrefillTokens: q.PromptTokens}
 	if !q.NoDecode {
@@ -226,7 +230,7 @@ func (p *Partition) reserveLocked(c *candidate, q *Query, room busy.Room, now ti
 	case err != nil:
 		return Selection{}, fmt.Errorf("router: reserve: %w", err)
 	}
-	p.Busy.Refresh(c.worker.ID, now)
+	p.Busy.Refresh(c.id, now)
 	if room.DP == worker.AnyDP && q.DP != nil { // booked for the worker as a whole, but the client's word goes to the engine
 		sel.Rank.DP, sel.MultiRank = *q.DP, c.worker.DPSize > 1
 	}
@@ -266,7 +270,7 @@ func (p *Partition) register(w *worker.Worker, now time.Time) {
 	for len(p.slots) <= slot {
 		p.slots = append(p.slots, candidate{})
 	}
-	p.slots[slot] = candidate{worker: w, book: book, multi: w.DPSize > 1}
+	p.slots[slot] = candidate{id: w.ID, worker: w, book: book, multi: w.DPSize > 1}
 }
 
 func (p *Partition) unregister(id worker.ID, now time.Time) {

@@ -38,7 +38,7 @@ func (p *Partition) pickLocked(fit []int32) int {
 	}
 	// Round-robin goes by ID, not by a count: the set of free workers changes between requests.
 	i, found := slices.BinarySearchFunc(fit, p.last, func(s int32, last worker.ID) int {
-		return cmp.Compare(p.slots[s].worker.ID, last)
+		return cmp.Compare(p.slots[s].id, last)
 	})
 	if found {
 		i++
