@@ -17,7 +17,7 @@ type chunk struct {
 	finish  int   // choices that ended
 	choices int   // entries of choices; -1 if there is no such array
 	usage   usage // zero where there is none
-	failed  bool  // it is an error object
+	failed  bool  // it tells of an error
 	code    int   // of the error, 0 if there is none
 	index   [4]uint64
 	ended   [4]uint64 // bit sets by choice index: seen, and ended
@@ -43,6 +43,10 @@ func readChunk(payload []byte) chunk {
 		case next == byte(object) && key.is("error"):
 			ch.failed = true
 			return ch.readError(&c)
+		case next == byte(str) && key.is("error"):
+			s, err := c.str()
+			ch.failed = s.size() > 0 // as clients take it
+			return err
 		}
 		return c.skip(1)
 	})
@@ -66,7 +70,7 @@ func (ch *chunk) choice(c *cursor) error {
 			})
 		case next == byte(str) && key.is("text"):
 			s, err := c.str()
-			token = token || s.size > 0
+			token = token || s.size() > 0
 			return err
 		case key.is("finish_reason"):
 			ended = next == byte(str)
@@ -98,7 +102,7 @@ func payload(c *cursor, key text) (filled bool, err error) {
 	switch next := c.peek(); {
 	case next == byte(str) && (key.is("content") || key.is("reasoning_content") || key.is("reasoning")):
 		s, err := c.str()
-		return s.size > 0, err
+		return s.size() > 0, err
 	case next == byte(array) && key.is("tool_calls"):
 		err := c.array(func() error {
 			filled = true

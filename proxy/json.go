@@ -1,16 +1,12 @@
 package proxy
 
-import (
-	"bytes"
-	"encoding/binary"
-	"encoding/json"
-	"errors"
-	"slices"
-	"unicode/utf8"
-)
+import "errors"
 
-// errJSON is what cursor methods return; where it happened is cursor.i.
-var errJSON = errors.New("malformed JSON")
+// What cursor methods return; where it happened is cursor.i.
+var (
+	errJSON = errors.New("malformed JSON")
+	errDeep = errors.New("JSON nested too deeply")
+)
 
 // maxDepth bounds the nesting of arrays and objects that is accepted.
 const maxDepth = 512
@@ -22,6 +18,7 @@ type cursor struct {
 	i int
 }
 
+// space passes over white space.
 func (c *cursor) space() {
 	for c.i < len(c.b) {
 		switch c.b[c.i] {
@@ -33,8 +30,16 @@ func (c *cursor) space() {
 	}
 }
 
-// peek returns the next byte that is not white space, or 0 at the end.
+// peek returns the next byte that is not white space, or 0 at the end. Most often that is the
+// next byte, which is tried first so that the test is inlined.
 func (c *cursor) peek() byte {
+	if c.i < len(c.b) && c.b[c.i] > ' ' {
+		return c.b[c.i]
+	}
+	return c.peekOn()
+}
+
+func (c *cursor) peekOn() byte {
 	c.space()
 	if c.i < len(c.b) {
 		return c.b[c.i]
@@ -49,136 +54,6 @@ func (c *cursor) take(ch byte) bool {
 	}
 	c.i++
 	return true
-}
-
-// text is a string literal that was passed over.
-type text struct {
-	raw     []byte // between the quotes
-	size    int    // bytes once decoded
-	escaped bool   // raw holds escapes
-}
-
-// is tells whether the string is s. Keys that are written with escapes are decoded, so that
-// "model" means the same to us as to the worker.
-func (t text) is(s string) bool {
-	if !t.escaped {
-		return string(t.raw) == s
-	}
-	return t.size == len(s) && t.string() == s
-}
-
-// str passes over a string literal.
-func (c *cursor) str() (text, error) {
-	if !c.take('"') {
-		return text{}, errJSON
-	}
-	start := c.i
-	t := text{}
-	quote := bytes.IndexByte(c.b[c.i:], '"')
-	if quote < 0 {
-		c.i = len(c.b)
-		return t, errJSON
-	}
-	quote += c.i
-	for {
-		slash := bytes.IndexByte(c.b[c.i:quote], '\\')
-		if slash < 0 {
-			break
-		}
-		t.escaped = true
-		t.size += slash
-		c.i += slash
-		used, size := escape(c.b[c.i:])
-		if used == 0 {
-			return t, errJSON
-		}
-		c.i += used
-		t.size += size
-		if c.i > quote { // the escape held the quote that was found
-			q := bytes.IndexByte(c.b[c.i:], '"')
-			if q < 0 {
-				c.i = len(c.b)
-				return t, errJSON
-			}
-			quote = c.i + q
-		}
-	}
-	t.size += quote - c.i
-	t.raw = c.b[start:quote]
-	c.i = quote + 1
-	if control, high := classify(t.raw); control || high && !utf8.Valid(t.raw) {
-		c.i = start
-		return t, errJSON
-	}
-	return t, nil
-}
-
-// classify tells whether b has bytes below 0x20 and whether it has bytes above 0x7f, eight at
-// a time: prompts are long, and most are plain ASCII.
-func classify(b []byte) (control, high bool) {
-	const ones = 0x0101010101010101
-	var low, top uint64
-	for len(b) >= 8 {
-		x := binary.LittleEndian.Uint64(b)
-		low |= (x - 0x20*ones) &^ x // the top bit of a byte below 0x20
-		top |= x
-		b = b[8:]
-	}
-	for _, ch := range b {
-		low |= (uint64(ch) - 0x20) & 0x80 &^ uint64(ch)
-		top |= uint64(ch)
-	}
-	// Borrows can raise a false alarm above a byte that is itself below 0x20, never without one.
-	return low&(0x80*ones) != 0, top&(0x80*ones) != 0
-}
-
-// escape reads one escape sequence: bytes used, 0 if it is none, and the size of what it means
-// in UTF-8.
-func escape(b []byte) (used, size int) {
-	if len(b) < 2 {
-		return 0, 0
-	}
-	switch b[1] {
-	case '"', '\\', '/', 'b', 'f', 'n', 'r', 't':
-		return 2, 1
-	case 'u':
-	default:
-		return 0, 0
-	}
-	r, ok := hex4(b[2:])
-	switch {
-	case !ok:
-		return 0, 0
-	case r < 0x80:
-		return 6, 1
-	case r < 0x800:
-		return 6, 2
-	case r >= 0xd800 && r < 0xdc00 && len(b) >= 12 && b[6] == '\\' && b[7] == 'u':
-		if low, ok := hex4(b[8:]); ok && low >= 0xdc00 && low < 0xe000 {
-			return 12, 4
-		}
-	}
-	return 6, 3 // lone surrogates become U+FFFD
-}
-
-func hex4(b []byte) (r rune, ok bool) {
-	if len(b) < 4 {
-		return 0, false
-	}
-	for _, ch := range b[:4] {
-		switch {
-		case ch >= '0' && ch <= '9':
-			ch -= '0'
-		case ch >= 'a' && ch <= 'f':
-			ch -= 'a' - 10
-		case ch >= 'A' && ch <= 'F':
-			ch -= 'A' - 10
-		default:
-			return 0, false
-		}
-		r = r<<4 | rune(ch)
-	}
-	return r, true
 }
 
 // number passes over a number and returns its text.
@@ -284,7 +159,7 @@ func (c *cursor) array(element func() error) error {
 	}
 }
 
-// skip passes over any value at the given nesting depth.
+// skip passes over any value. depth is how many arrays and objects are open around it.
 func (c *cursor) skip(depth int) error {
 	switch ch := c.peek(); {
 	case ch == '"':
@@ -307,7 +182,7 @@ func (c *cursor) nested(depth int) error {
 		ch := c.peek()
 		if ch == '{' || ch == '[' {
 			if depth+open >= maxDepth {
-				return errJSON
+				return errDeep
 			}
 			kinds[open] = ch + 2 // '{'+2 is '}', '['+2 is ']'
 			open++
@@ -354,16 +229,4 @@ func (c *cursor) key() error {
 		return errJSON
 	}
 	return nil
-}
-
-// string decodes the literal. It allocates; the hot path compares with is.
-func (t text) string() string {
-	if !t.escaped {
-		return string(t.raw)
-	}
-	var s string
-	if err := json.Unmarshal(slices.Concat([]byte{'"'}, t.raw, []byte{'"'}), &s); err != nil {
-		return string(t.raw) // cannot be: str has checked the literal
-	}
-	return s
 }

@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"errors"
 	"strconv"
 
 	"spillway/httperr"
@@ -42,6 +43,8 @@ type scanned struct {
 	streamOptions kind
 	optionsSpan   span
 	includeUsage  bool
+	usageSpan     span // of the value of include_usage
+	optionsEmpty  bool // stream_options is {}
 	n             kind
 	nText         []byte
 	messages      kind
@@ -51,17 +54,21 @@ type scanned struct {
 	nvext         kind
 	end           int // of the closing brace of the body
 
-	chat  tally // in messages
-	tools tally
-	plain tally // in prompt or input
+	chat      tally // in messages
+	tools     tally
+	functions tally // the older spelling of tools
+	prompts   tally
+	inputs    tally
+	reads     tally // of the above, what the route makes a prompt of; set by check
 }
 
-// tally counts what of a prompt becomes tokens.
+// tally counts what of a body becomes tokens.
 type tally struct {
-	items int // messages, or prompts
-	bytes int // of text, decoded
-	ids   int // token IDs given as numbers
-	media int // images, sounds and files
+	messages int
+	items    int // prompts that are text
+	bytes    int // of text, decoded
+	ids      int // token IDs given as numbers
+	media    int // images, sounds and files
 }
 
 // scan reads the keys that the front end needs and checks the syntax of all the rest. The error
@@ -70,23 +77,26 @@ func scan(body []byte) (scanned, *httperr.Error) {
 	var s scanned
 	c := cursor{b: body}
 	if ch := c.peek(); ch != '{' {
-		if c.skip(0) != nil || c.peek() != 0 || c.i < len(body) {
-			return s, malformed(&c)
+		if err := c.skip(0); err != nil || c.peek() != 0 || c.i < len(body) {
+			return s, malformed(&c, err)
 		}
 		return s, httperr.Invalid("the request body must be a JSON object")
 	}
 	err := c.object(func(key text) error { return s.member(&c, key) })
 	s.end = c.i - 1
 	if err != nil {
-		return s, malformed(&c)
+		return s, malformed(&c, err)
 	}
 	if c.space(); c.i < len(body) {
-		return s, malformed(&c)
+		return s, malformed(&c, errJSON)
 	}
 	return s, nil
 }
 
-func malformed(c *cursor) *httperr.Error {
+func malformed(c *cursor, err error) *httperr.Error {
+	if errors.Is(err, errDeep) {
+		return httperr.Invalid("the request body is nested deeper than %d levels (near byte %d)", maxDepth, c.i)
+	}
 	return httperr.Invalid("the request body is not valid JSON (near byte %d)", c.i)
 }
 
@@ -108,15 +118,15 @@ func (s *scanned) member(c *cursor, key text) error {
 			return s.chat.conversation(c)
 		}
 	case key.is("prompt"):
-		s.prompt, s.plain = k, tally{}
-		return s.plain.prompts(c, 1)
+		s.prompt, s.prompts = k, tally{}
+		return s.prompts.prompt(c, 1)
 	case key.is("input"):
-		s.input, s.plain = k, tally{}
-		return s.plain.prompts(c, 1)
-	case key.is("tools"), key.is("functions"):
-		err := c.skip(1)
-		s.tools = tally{bytes: c.i - from}
-		return err
+		s.input, s.inputs = k, tally{}
+		return s.inputs.prompt(c, 1)
+	case key.is("tools"):
+		return s.tools.schemas(c, k)
+	case key.is("functions"):
+		return s.functions.schemas(c, k)
 	case key.is("stream"):
 		s.stream = k
 	case key.is("n"):
@@ -138,14 +148,19 @@ func (s *scanned) member(c *cursor, key text) error {
 
 func (s *scanned) options(c *cursor, k kind) error {
 	from := c.i
-	s.streamOptions, s.includeUsage = k, false
+	s.streamOptions, s.includeUsage, s.usageSpan, s.optionsEmpty = k, false, span{}, true
 	var err error
 	if k == object {
 		err = c.object(func(key text) error {
-			if key.is("include_usage") {
-				s.includeUsage = c.peek() == byte(yes)
+			s.optionsEmpty = false
+			if !key.is("include_usage") {
+				return c.skip(2)
 			}
-			return c.skip(2)
+			s.includeUsage = c.peek() == byte(yes)
+			at := c.i
+			err := c.skip(2)
+			s.usageSpan = span{at, c.i}
+			return err
 		})
 	} else {
 		err = c.skip(1)
@@ -157,54 +172,80 @@ func (s *scanned) options(c *cursor, k kind) error {
 // conversation counts the messages of a chat and the text in them.
 func (t *tally) conversation(c *cursor) error {
 	return c.array(func() error {
-		t.items++
-		return t.value(c, 3)
+		t.messages++
+		return t.value(c, 2)
 	})
 }
 
-// value counts the text of any value; media are counted, their bytes are not.
+// value counts the text of any value; media are counted, their bytes are not. depth is as in
+// cursor.skip.
 func (t *tally) value(c *cursor, depth int) error {
-	if depth > maxDepth {
-		return errJSON
-	}
-	switch c.peek() {
-	case byte(str):
-		s, err := c.str()
-		t.bytes += s.size
-		return err
-	case byte(object):
-		return c.object(func(key text) error {
-			switch {
-			case key.is("type"):
-				return c.skip(depth + 1)
-			case key.is("image_url"), key.is("input_audio"), key.is("audio_url"), key.is("video_url"), key.is("file"):
-				t.media++
-				return c.skip(depth + 1)
-			}
-			return t.value(c, depth+1)
-		})
-	case byte(array):
-		return c.array(func() error { return t.value(c, depth+1) })
-	}
-	return c.skip(depth)
-}
-
-// prompts counts a prompt: text, token IDs, or a list of either.
-func (t *tally) prompts(c *cursor, depth int) error {
 	switch ch := c.peek(); {
 	case ch == byte(str):
 		s, err := c.str()
-		if s.size > 0 {
+		t.bytes += s.size()
+		return err
+	case ch != byte(object) && ch != byte(array):
+		return c.skip(depth)
+	case depth >= maxDepth:
+		return errDeep
+	case ch == byte(array):
+		return c.array(func() error { return t.value(c, depth+1) })
+	}
+	return c.object(func(key text) error {
+		switch {
+		case key.is("type"):
+			return c.skip(depth + 1)
+		case medium(key):
+			if kindOf(c.peek()).given() {
+				t.media++
+			}
+			return c.skip(depth + 1)
+		}
+		return t.value(c, depth+1)
+	})
+}
+
+// medium tells whether a key of a content part holds something other than text.
+func medium(key text) bool {
+	if n := key.size(); n < len("file") || n > len("image_embeds") {
+		return false // most keys
+	}
+	return key.is("image_url") || key.is("input_audio") || key.is("audio_url") || key.is("video_url") ||
+		key.is("file") || key.is("image_embeds") || key.is("audio_embeds")
+}
+
+// schemas counts tool definitions: they are put before the model much as they are written.
+func (t *tally) schemas(c *cursor, k kind) error {
+	from := c.i
+	*t = tally{}
+	if k != array {
+		return c.skip(1)
+	}
+	tools := 0
+	err := c.array(func() error { tools++; return c.skip(2) })
+	if tools > 0 {
+		t.bytes = c.i - from
+	}
+	return err
+}
+
+// prompt counts text, token IDs, or a list of either.
+func (t *tally) prompt(c *cursor, depth int) error {
+	switch ch := c.peek(); {
+	case ch == byte(str):
+		s, err := c.str()
+		if s.size() > 0 {
 			t.items++
 		}
-		t.bytes += s.size
+		t.bytes += s.size()
 		return err
 	case kindOf(ch) == numeric:
 		_, err := c.number()
 		t.ids++
 		return err
 	case ch == byte(array) && depth <= 2:
-		return c.array(func() error { return t.prompts(c, depth+1) })
+		return c.array(func() error { return t.prompt(c, depth+1) })
 	}
 	return c.skip(depth)
 }
@@ -217,33 +258,32 @@ const (
 	bytesPerToken    = 4
 )
 
-// promptTokens estimates how many tokens the worker will count.
+// promptTokens estimates how many tokens the worker will count. It needs check to have passed.
 func (s *scanned) promptTokens() uint64 {
-	text := s.chat.bytes + s.tools.bytes + s.plain.bytes
-	total := (text+bytesPerToken-1)/bytesPerToken + s.plain.ids + s.chat.media*tokensPerMedium
-	if s.messages == array {
-		total += s.chat.items*tokensPerMessage + tokensPerChat
+	t := &s.reads
+	total := (t.bytes+bytesPerToken-1)/bytesPerToken + t.ids + t.media*tokensPerMedium + t.messages*tokensPerMessage
+	if t.messages > 0 {
+		total += tokensPerChat
 	}
 	return uint64(max(total, 1))
 }
 
 // exactTokens tells whether promptTokens was counted, not estimated.
-func (s *scanned) exactTokens() bool {
-	return s.plain.ids > 0 && s.chat.bytes+s.tools.bytes+s.plain.bytes == 0
-}
+func (s *scanned) exactTokens() bool { return s.reads.ids > 0 && s.reads.bytes == 0 }
 
-// check applies the rules that every request must meet.
+// check applies the rules that every request must meet, and notes which text is the prompt: only
+// what the route reads, so that no key beside it can make a request look smaller or larger.
 func (s *scanned) check(ep *endpoint) *httperr.Error {
 	switch {
 	case s.modelKind.given() && s.modelKind != str:
 		return httperr.Invalid("model must be a string")
-	case s.modelKind == str && s.model.size == 0:
+	case s.modelKind == str && s.model.size() == 0:
 		return httperr.Invalid("model must not be empty")
 	case ep.streams && s.stream.given() && s.stream != yes && s.stream != no:
 		return httperr.Invalid("stream must be a boolean")
 	case ep.streams && s.streamOptions.given() && s.stream != yes:
 		return httperr.Invalid("stream_options is only allowed when stream is true")
-	case s.streamOptions.given() && s.streamOptions != object:
+	case ep.streams && s.streamOptions.given() && s.streamOptions != object:
 		return httperr.Invalid("stream_options must be an object")
 	}
 	if s.n.given() {
@@ -258,13 +298,16 @@ func checkChat(s *scanned) *httperr.Error {
 	switch {
 	case !s.messages.given():
 		return httperr.Invalid("messages is required")
-	case s.messages != array || s.chat.items == 0:
+	case s.messages != array || s.chat.messages == 0:
 		return httperr.Invalid("messages must be an array with at least one message")
 	}
+	s.reads = s.chat
+	s.reads.bytes += s.tools.bytes + s.functions.bytes
 	return nil
 }
 
 func checkCompletions(s *scanned) *httperr.Error {
+	s.reads = s.prompts
 	switch {
 	case s.promptEmbeds.given():
 		return nil
@@ -272,13 +315,14 @@ func checkCompletions(s *scanned) *httperr.Error {
 		return httperr.Invalid("prompt is required")
 	case s.prompt != str && s.prompt != array:
 		return httperr.Invalid("prompt must be a string, an array of strings, or an array of token IDs")
-	case s.plain.items+s.plain.ids == 0:
+	case s.prompts.items+s.prompts.ids == 0:
 		return httperr.Invalid("prompt must not be empty")
 	}
 	return nil
 }
 
 func checkEmbeddings(s *scanned) *httperr.Error {
+	s.reads = s.inputs
 	if !s.input.given() {
 		return httperr.Invalid("input is required")
 	}

@@ -1,0 +1,175 @@
+package proxy
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"math/bits"
+	"slices"
+	"unicode/utf8"
+)
+
+// text is a string literal that was passed over. It has no more fields because the compiler
+// keeps structs of up to four words in registers, and there is one for every key.
+type text struct {
+	raw   []byte // between the quotes
+	saved int    // bytes that decoding saves: every escape is longer than what it means
+}
+
+// size is the length once decoded, in bytes.
+func (t text) size() int { return len(t.raw) - t.saved }
+
+// is tells whether the string is s. Keys that are written with escapes are decoded, so that
+// "model" means the same to us as to the worker.
+func (t text) is(s string) bool {
+	if t.saved == 0 {
+		return string(t.raw) == s
+	}
+	return t.size() == len(s) && t.string() == s
+}
+
+// str passes over a string literal.
+func (c *cursor) str() (text, error) {
+	if !c.take('"') {
+		return text{}, errJSON
+	}
+	b, start := c.b, c.i
+	end := start // of what has been looked at
+	saved := 0
+	high := false // there are bytes above 0x7f
+	for {
+		n, wide := run(b[end:])
+		end += n
+		high = high || wide
+		if end < len(b) && b[end] == '"' {
+			break
+		}
+		used, size := escape(b[end:])
+		if used == 0 { // a control character, a bad escape, or the end
+			c.i = end
+			return text{}, errJSON
+		}
+		end += used
+		saved += used - size
+	}
+	t := text{b[start:end], saved}
+	if high && !utf8.Valid(t.raw) {
+		return text{}, errJSON
+	}
+	c.i = end + 1
+	return t, nil
+}
+
+// Words of eight bytes, for looking at that many at once.
+const (
+	ones = 0x0101010101010101 // times a byte: that byte in all eight places
+	tops = 0x8080808080808080
+)
+
+// run is how many bytes of b come before a quote, a backslash or a control character, and
+// whether one of them is above 0x7f.
+func run(b []byte) (n int, high bool) {
+	var seen uint64
+	for len(b)-n >= 8 {
+		x := binary.LittleEndian.Uint64(b[n:])
+		quote, slash := x^'"'*ones, x^'\\'*ones
+		// The top bit of each byte that is wanted. A borrow can raise a false alarm above a byte
+		// that is wanted itself, never below, and only the lowest one is used.
+		stop := ((x-' '*ones)&^x | (quote-ones)&^quote | (slash-ones)&^slash) & tops
+		if stop != 0 {
+			before := bits.TrailingZeros64(stop) &^ 7
+			seen |= x & (1<<before - 1)
+			return n + before/8, seen&tops != 0
+		}
+		seen |= x
+		if n += 8; n == 24 { // not a key or a short value
+			n += plain(b[n:])
+		}
+	}
+	for ; n < len(b); n++ {
+		ch := b[n]
+		if ch == '"' || ch == '\\' || ch < ' ' {
+			break
+		}
+		seen |= uint64(ch)
+	}
+	return n, seen&tops != 0
+}
+
+// plain is a number of bytes at the start of b, a multiple of 16, that are ASCII and none that
+// run looks for: prompts are long, and most are that.
+func plain(b []byte) (n int) {
+	for len(b)-n >= 16 {
+		x, y := binary.LittleEndian.Uint64(b[n:]), binary.LittleEndian.Uint64(b[n+8:])
+		odd := (x - ' '*ones) | ((x ^ '"'*ones) - ones) | ((x ^ '\\'*ones) - ones) | x |
+			(y - ' '*ones) | ((y ^ '"'*ones) - ones) | ((y ^ '\\'*ones) - ones) | y
+		if odd&tops != 0 { // which byte it is does not matter here
+			return n
+		}
+		n += 16
+	}
+	return n
+}
+
+// escape reads one escape sequence: bytes used, 0 if it is none, and the size of what it means
+// in UTF-8.
+func escape(b []byte) (used, size int) {
+	if len(b) < 2 || b[0] != '\\' {
+		return 0, 0
+	}
+	switch b[1] {
+	case '"', '\\', '/', 'b', 'f', 'n', 'r', 't':
+		return 2, 1
+	case 'u':
+		return escapeU(b)
+	}
+	return 0, 0
+}
+
+func escapeU(b []byte) (used, size int) {
+	r, ok := hex4(b[2:])
+	switch {
+	case !ok:
+		return 0, 0
+	case r < 0x80:
+		return 6, 1
+	case r < 0x800:
+		return 6, 2
+	case r >= 0xd800 && r < 0xdc00 && len(b) >= 12 && b[6] == '\\' && b[7] == 'u':
+		if low, ok := hex4(b[8:]); ok && low >= 0xdc00 && low < 0xe000 {
+			return 12, 4
+		}
+	}
+	return 6, 3 // lone surrogates become U+FFFD
+}
+
+func hex4(b []byte) (r rune, ok bool) {
+	if len(b) < 4 {
+		return 0, false
+	}
+	for _, ch := range b[:4] {
+		switch {
+		case ch >= '0' && ch <= '9':
+			ch -= '0'
+		case ch >= 'a' && ch <= 'f':
+			ch -= 'a' - 10
+		case ch >= 'A' && ch <= 'F':
+			ch -= 'A' - 10
+		default:
+			return 0, false
+		}
+		r = r<<4 | rune(ch)
+	}
+	return r, true
+}
+
+// string decodes the literal. It allocates; the hot path compares with is.
+func (t text) string() string {
+	if t.saved == 0 {
+		return string(t.raw)
+	}
+	var s string
+	if err := json.Unmarshal(slices.Concat([]byte{'"'}, t.raw, []byte{'"'}), &s); err != nil {
+		return string(t.raw) // cannot be: str has checked the literal
+	}
+	return s
+}
