@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"bytes"
 	"encoding/json"
 	"slices"
 
@@ -23,23 +24,8 @@ func (x *exchange) edited() ([]byte, error) {
 		}
 		edits = append(edits, edit{x.scan.modelSpan, string(name)})
 	}
-	if x.addUsage {
-		at, with := x.scan.optionsSpan, `{"include_usage":true}`
-		switch x.scan.streamOptions {
-		case absent:
-			at, with = span{x.scan.end, x.scan.end}, `,"stream_options":`+with
-		case object:
-			var fields map[string]json.RawMessage
-			if err := json.Unmarshal(body[at.from:at.to], &fields); err != nil {
-				return nil, httperr.Invalid("stream_options must be an object")
-			}
-			fields["include_usage"] = json.RawMessage("true")
-			b, err := json.Marshal(fields)
-			if err != nil {
-				return nil, &httperr.Error{Status: 500, Cause: httperr.Internal, Message: "Internal server error", Detail: err}
-			}
-			with = string(b)
-		}
+	if x.addUsage && x.ep.streams {
+		at, with := x.scan.usageEdit()
 		edits = append(edits, edit{at, with})
 	}
 	if len(edits) > 0 {
@@ -53,17 +39,52 @@ func (x *exchange) edited() ([]byte, error) {
 		body = append(out, body[from:]...)
 	}
 	if x.s.cfg.StripNvext && x.scan.nvext != absent {
-		return withoutKey(body, "nvext")
+		return without(body, "nvext")
 	}
 	return body, nil
 }
 
-// withoutKey removes a top-level member. Values keep their bytes, only the order of keys changes.
-func withoutKey(body []byte, key string) ([]byte, error) {
-	var fields map[string]json.RawMessage
-	if err := json.Unmarshal(body, &fields); err != nil {
-		return nil, httperr.Invalid("the request body is not valid JSON")
+// usageEdit is the smallest change by which a body asks for usage.
+func (s *scanned) usageEdit() (at span, with string) {
+	switch end := s.optionsSpan.to - 1; {
+	case s.streamOptions == absent: // the body is not empty: it has "stream"
+		return span{s.end, s.end}, `,"stream_options":{"include_usage":true}`
+	case s.streamOptions != object:
+		return s.optionsSpan, `{"include_usage":true}`
+	case s.usageSpan != span{}:
+		return s.usageSpan, "true"
+	case s.optionsEmpty:
+		return span{end, end}, `"include_usage":true`
+	default:
+		return span{end, end}, `,"include_usage":true`
 	}
-	delete(fields, key)
-	return json.Marshal(fields)
+}
+
+// without removes a top-level member, every time that it occurs. All other bytes stay.
+func without(body []byte, key string) ([]byte, error) {
+	c := cursor{b: body}
+	from := bytes.IndexByte(body, '{') + 1 // later: where the member before ended
+	out := append(make([]byte, 0, len(body)), body[:from]...)
+	members, kept := 0, 0
+	err := c.object(func(name text) error {
+		if err := c.skip(1); err != nil {
+			return err
+		}
+		member := body[from:c.i] // with the comma before it, unless it is the first
+		from = c.i
+		members++
+		if name.is(key) {
+			return nil
+		}
+		if kept == 0 && members > 1 {
+			member = member[bytes.IndexByte(member, ',')+1:]
+		}
+		kept++
+		out = append(out, member...)
+		return nil
+	})
+	if err != nil {
+		return nil, malformed(&c, err)
+	}
+	return append(out, body[from:]...), nil
 }
