@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"net/http"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/labstack/echo/v4"
@@ -51,13 +52,22 @@ func (s *Server) handleError(err error, c echo.Context) {
 	e := httperr.From(err, "", s.overload)
 	switch {
 	case e.Status == http.StatusNotFound && e.Detail == nil && isEcho(err):
-		e = httperr.New(404, "No route for "+c.Request().Method+" "+c.Request().URL.Path)
+		e = httperr.New(404, "No route for "+c.Request().Method+" "+cut(c.Request().URL.Path))
 	case e.Status == http.StatusMethodNotAllowed:
-		e = httperr.New(405, "Method "+c.Request().Method+" is not allowed on "+c.Request().URL.Path)
+		e = httperr.New(405, "Method "+c.Request().Method+" is not allowed on "+cut(c.Request().URL.Path))
 	case e.Cause == httperr.Internal:
 		s.log.Error("request failed", "method", c.Request().Method, "path", c.Request().URL.Path, "err", err)
 	}
 	s.answer(c.Response(), e)
+}
+
+// cut bounds what a client's own words may add to an answer.
+func cut(path string) string {
+	const most = 256
+	if len(path) <= most {
+		return path
+	}
+	return strings.ToValidUTF8(path[:most], "") + "..."
 }
 
 func isEcho(err error) bool {

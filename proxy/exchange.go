@@ -6,7 +6,9 @@ import (
 	"io"
 	"math/rand/v2"
 	"net/http"
+	"runtime/debug"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -64,9 +66,8 @@ func (s *Server) infer(ep *endpoint) echo.HandlerFunc {
 		x.id = requestID(x.req.Header)
 		x.w.Header()["X-Request-Id"] = []string{x.id}
 		if !s.admitting() {
-			x.fail(&httperr.Error{
-				Status: 503, Cause: httperr.Unavailable, Reason: httperr.Draining, Message: httperr.NotReadyMessage,
-			})
+			x.fail(notReady())
+			s.access.record(x)
 			return nil
 		}
 		defer s.leave()
@@ -78,6 +79,16 @@ func (s *Server) infer(ep *endpoint) echo.HandlerFunc {
 	}
 }
 
+// notReady is the refusal of a server that is about to stop.
+func notReady() *httperr.Error {
+	return &httperr.Error{
+		Status: 503, Cause: httperr.Unavailable, Reason: httperr.Draining, Message: httperr.NotReadyMessage,
+	}
+}
+
+// stopped tells whether it was the drain's end that cancelled the request, not its client.
+func (x *exchange) stopped() bool { return errors.Is(context.Cause(x.req.Context()), errStopping) }
+
 // end closes the books of the request, whatever happened to it, a panic included.
 func (x *exchange) end() {
 	x.release()
@@ -88,8 +99,13 @@ func (x *exchange) end() {
 			x.s.access.record(x)
 			panic(p)
 		}
-		x.s.log.Error("panic in a request", "request_id", x.id, "panic", p)
+		x.s.log.Error("panic in a request", "request_id", x.id, "panic", p, "stack", string(debug.Stack()))
+		began := x.w.Committed
 		x.fail(&httperr.Error{Status: 500, Cause: httperr.Internal, Message: "Internal server error"})
+		if began { // what the client has must not pass for the whole answer
+			x.s.access.record(x)
+			panic(http.ErrAbortHandler)
+		}
 	}
 	x.s.access.record(x)
 }
@@ -256,14 +272,18 @@ func (x *exchange) received() {
 	}
 }
 
+// told is what a client would be told of err.
+func (x *exchange) told(err error) *httperr.Error {
+	e := httperr.From(err, x.askedModel, x.s.overload)
+	if e.Cause == httperr.Cancelled && x.stopped() {
+		return notReady()
+	}
+	return e
+}
+
 // fail answers with an error, unless an answer is under way.
 func (x *exchange) fail(err error) {
-	e := httperr.From(err, x.askedModel, x.s.overload)
-	if cause := context.Cause(x.req.Context()); errors.Is(cause, errStopping) && e.Cause == httperr.Cancelled {
-		e = &httperr.Error{
-			Status: 503, Cause: httperr.Unavailable, Reason: httperr.Draining, Message: httperr.NotReadyMessage,
-		}
-	}
+	e := x.told(err)
 	x.out.failure, x.out.status = e, e.Status
 	if x.w.Committed {
 		return
@@ -294,7 +314,7 @@ func (x *exchange) checkHead() error {
 	if !jsonContent(first(h, "Content-Type")) {
 		return httperr.New(http.StatusUnsupportedMediaType, "Content-Type must be application/json")
 	}
-	if enc := first(h, "Content-Encoding"); enc != "" && enc != "identity" {
+	if enc := first(h, "Content-Encoding"); enc != "" && !strings.EqualFold(enc, "identity") {
 		return httperr.New(http.StatusUnsupportedMediaType, "Content-Encoding must be identity")
 	}
 	if bad := x.checkMetadata(); bad != nil {
@@ -338,9 +358,10 @@ func (x *exchange) readBody() error {
 			return nil
 		case errors.As(err, &large):
 			return x.tooLarge()
-		case x.req.Context().Err() != nil:
+		case x.stopped():
 			return x.req.Context().Err()
 		}
+		// net/http has ended the context, but the client may only have stopped sending.
 		x.w.Header()["Connection"] = []string{"close"}
 		return &httperr.Error{Status: 400, Cause: httperr.Validation, Message: "The request body could not be read", Detail: err}
 	}

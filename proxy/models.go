@@ -3,6 +3,7 @@ package proxy
 import (
 	"math"
 	"net/http"
+	"net/url"
 	"slices"
 	"strings"
 	"sync"
@@ -134,6 +135,12 @@ func (s *Server) entry(catalog *worker.Catalog, name string, up map[worker.ID]bo
 // showModel serves GET /v1/models/{id} and, where no model has that very name, {id}/ready.
 func (s *Server) showModel(c echo.Context) error {
 	name := c.Param("*")
+	if c.Request().URL.RawPath != "" { // then echo has matched, and cut, the escaped path
+		var err error
+		if name, err = url.PathUnescape(name); err != nil {
+			return httperr.New(http.StatusBadRequest, "The path is not escaped correctly")
+		}
+	}
 	catalog := s.router.Catalog()
 	if _, ok := catalog.Canonical(name); !ok {
 		if base, ok := strings.CutSuffix(name, "/ready"); ok {

@@ -91,27 +91,34 @@ func (x *exchange) refused(resp *upstream.Response) error {
 	if err != nil && x.req.Context().Err() != nil {
 		return x.req.Context().Err()
 	}
-	after := retryAfterOf(resp)
-	detail := fmt.Errorf("worker %s answered %d: %.200q", x.sel.Worker.Name, resp.Status, body)
+	answer := x.declined(resp.Status, retryAfterOf(resp), body)
+	var f *failure
+	if x.s.cfg.ExposeUpstreamError && resp.Complete() && errors.As(answer, &f) && !f.retry {
+		x.copyHeaders(resp)
+		return x.whole(resp.Status, body)
+	}
+	return answer
+}
+
+// declined says what becomes of a worker's own error, whether it came as a status or as the
+// first event of a stream. after is its Retry-After, 0 if there is none.
+func (x *exchange) declined(status int, after time.Duration, body []byte) error {
+	detail := fmt.Errorf("worker %s answered %d: %.200q", x.sel.Worker.Name, status, body)
 	switch {
-	case resp.Status == 499:
+	case status == 499:
 		return &httperr.Error{Status: 499, Cause: httperr.Cancelled, Message: "Client closed request", Detail: detail}
-	case resp.Status == 429, resp.Status == 529, resp.Status == 503 && (after > 0 || tellsOfLoad(body)):
+	case status == 429, status == 529, status == 503 && (after > 0 || tellsOfLoad(body)):
 		return x.capacity(after, detail)
-	case resp.Status == 503:
+	case status == 503:
 		return &failure{retry: true, answer: &httperr.Error{
 			Status: 503, Cause: httperr.Unavailable, Message: "Service temporarily unavailable: the worker is not available", Detail: detail,
 		}}
 	}
-	f := &failure{retry: resp.Status == 502 || resp.Status == 504, answer: &httperr.Error{
-		Status: resp.Status, Cause: httperr.Internal, Message: "The worker failed to process the request", Detail: detail,
+	f := &failure{retry: status == 502 || status == 504, answer: &httperr.Error{
+		Status: status, Cause: httperr.Internal, Message: "The worker failed to process the request", Detail: detail,
 	}}
-	if resp.Status == 504 {
+	if status == 504 {
 		f.answer.Cause = httperr.ResponseTimeout
-	}
-	if x.s.cfg.ExposeUpstreamError && err == nil && !f.retry {
-		x.copyHeaders(resp)
-		return x.whole(resp.Status, body)
 	}
 	return f
 }
@@ -243,7 +250,7 @@ func (x *exchange) large(resp *upstream.Response, part []byte) error {
 			if x.req.Context().Err() == nil {
 				x.inhibit()
 			}
-			x.out.failure = httperr.From(err, "", 0)
+			x.out.failure = x.told(err)
 			panic(http.ErrAbortHandler) // the only way to tell the client that the answer is not whole
 		}
 	}

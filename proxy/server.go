@@ -185,10 +185,19 @@ func (s *Server) Run(ctx context.Context, ln net.Listener) error {
 	cut(errStopping)
 	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), unwind)
 	defer cancel()
-	if err := srv.Shutdown(last); err != nil {
-		return fmt.Errorf("proxy: shutdown: %w", errors.Join(err, srv.Close()))
+	err := srv.Shutdown(last)
+	if errors.Is(err, context.DeadlineExceeded) {
+		// Some client has not read its answer, or connected and asked for nothing. That is no
+		// failure of ours: without its connection its request ends.
+		err = srv.Close()
+	}
+	if err != nil {
+		return fmt.Errorf("proxy: shutdown: %w", err)
 	}
 	<-served
+	for s.inflight.Load() > 0 {
+		<-s.drained
+	}
 	return nil
 }
 

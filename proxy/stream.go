@@ -157,15 +157,13 @@ func ceilDiv(a, b uint64) uint64 { return (a + b - 1) / b }
 
 // refused turns an error that comes before anything else into an answer of its own.
 func (st *stream) refused(payload []byte) error {
-	detail := fmt.Errorf("worker %s sent an error first: %.200q", st.x.sel.Worker.Name, payload)
-	switch status := plausible(st.code); status {
-	case 429, 529:
-		return st.x.capacity(0, detail)
-	default:
-		e := httperr.New(status, "The worker failed to process the request")
-		e.Detail = detail
-		return &failure{answer: e}
+	status := plausible(st.code)
+	if status == 429 || status >= 499 {
+		return st.x.declined(status, 0, payload)
 	}
+	e := httperr.New(status, "The worker refused the request")
+	e.Detail = fmt.Errorf("worker %s sent an error first: %.200q", st.x.sel.Worker.Name, payload)
+	return &failure{answer: e}
 }
 
 func plausible(code int) int {
@@ -215,19 +213,21 @@ func (st *stream) write(events []byte) error {
 func (st *stream) over(err error) error {
 	x := st.x
 	if ctxErr := x.req.Context().Err(); ctxErr != nil {
-		if errors.Is(context.Cause(x.req.Context()), errStopping) && st.committed {
-			return st.breakOff(&httperr.Error{Status: 503, Cause: httperr.Unavailable, Message: httperr.NotReadyMessage})
+		if x.stopped() && st.committed {
+			return st.breakOff(notReady())
 		}
 		return ctxErr
 	}
 	clean := errors.Is(err, io.EOF) && blank(st.pending)
 	switch {
-	case clean && st.failed:
-		st.learn()
+	case st.failed: // the client has been told already
+		if !clean {
+			x.inhibit()
+		}
 		return nil
 	case clean && allEnded(&st.seen, &st.ended):
 		st.learn()
-		return st.write(doneEvent)
+		return st.write(append(st.pending, doneEvent...))
 	case errors.Is(err, io.EOF):
 		err = fmt.Errorf("the stream ended before its answer: %w", io.ErrUnexpectedEOF)
 	}
@@ -290,5 +290,11 @@ func (st *stream) drain() {
 			return
 		}
 		left -= len(part)
+		if st.split.cr && part[0] == '\n' { // it belongs to the end of [DONE]
+			if st.write(part[:1]) != nil {
+				return
+			}
+		}
+		st.split.cr = false
 	}
 }

@@ -1,0 +1,297 @@
+package proxy_test
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"go.uber.org/goleak"
+
+	"spillway/busy"
+	"spillway/proxy"
+	"spillway/router"
+	"spillway/tracker"
+	"spillway/worker"
+)
+
+// setup is what a test changes of the default front end.
+type setup struct {
+	proxy   func(*proxy.Config)
+	busy    busy.Config // the zero value is the default
+	router  router.Config
+	models  []string // known without workers
+	aliases map[string]string
+	log     *slog.Logger
+}
+
+// front is a running front end and a client of it.
+type front struct {
+	t      testing.TB
+	url    string
+	addr   string
+	routes *router.Router
+	server *proxy.Server
+	client *http.Client
+	stop   context.CancelFunc // as SIGTERM does
+	ended  chan error         // what Run returned
+}
+
+// served makes a worker record that serves model m under a name.
+func served(name string, s *script, models ...string) worker.Worker {
+	if len(models) == 0 {
+		models = []string{"m"}
+	}
+	return worker.Worker{ID: worker.DefaultID(name), Name: name, Endpoint: s.url(), Models: models}
+}
+
+// begin runs a front end over workers until the test ends. Then it must be gone without a
+// trace: no load booked, nothing counted as waiting, no connection to a worker, no goroutine.
+func begin(t testing.TB, with setup, workers ...worker.Worker) *front {
+	t.Helper()
+	before := goleak.IgnoreCurrent()
+	cfg := proxy.DefaultConfig()
+	if with.proxy != nil {
+		with.proxy(&cfg)
+	}
+	if with.busy == (busy.Config{}) {
+		with.busy = busy.DefaultConfig()
+	}
+	if with.router == (router.Config{}) {
+		with.router = router.DefaultConfig()
+	}
+	if with.log == nil {
+		with.log = slog.New(slog.DiscardHandler)
+	}
+	catalog, err := worker.NewCatalog(with.models, with.aliases)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := &front{t: t, ended: make(chan error, 1)}
+	f.routes = router.New(with.router, with.busy, catalog, rand.New(rand.NewPCG(1, 2)))
+	for _, w := range workers {
+		f.register(w)
+	}
+	if f.server, err = proxy.New(cfg, f.routes, prometheus.NewRegistry(), with.log); err != nil {
+		t.Fatal(err)
+	}
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.addr = ln.Addr().String()
+	f.url = "http://" + f.addr
+	f.client = &http.Client{Transport: &http.Transport{DisableCompression: true}, CheckRedirect: func(*http.Request, []*http.Request) error {
+		return http.ErrUseLastResponse
+	}}
+	ctx, stop := context.WithCancel(context.Background())
+	f.stop = stop
+	go func() { f.ended <- f.server.Run(ctx, ln) }()
+	t.Cleanup(func() {
+		f.client.CloseIdleConnections()
+		stop()
+		if err := <-f.ended; err != nil {
+			t.Errorf("Run: %v", err)
+		}
+		f.client.CloseIdleConnections()
+		f.settled()
+		goleak.VerifyNone(t, before) // a connection to a worker would keep its goroutine there
+	})
+	return f
+}
+
+func (f *front) register(w worker.Worker) worker.ID {
+	f.t.Helper()
+	w, err := w.Normalize()
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	if _, err := f.routes.Register(&w, time.Now()); err != nil {
+		f.t.Fatal(err)
+	}
+	return w.ID
+}
+
+// settled checks that nothing is booked and nothing waits.
+func (f *front) settled() {
+	f.t.Helper()
+	f.routes.Partitions("", func(p *router.Partition) {
+		for rank, load := range p.Tracker.Loads() {
+			if load != (tracker.Load{}) {
+				f.t.Errorf("load of worker %v, rank %d = %+v after all has ended, want none", rank.Worker, rank.DP, load)
+			}
+		}
+	})
+	for _, line := range strings.Split(f.metrics(), "\n") {
+		for _, name := range []string{"dynamo_queued_requests", "spillway_slots_inflight", "spillway_slot_leaks_total"} {
+			if strings.HasPrefix(line, name) && !strings.HasSuffix(line, " 0") {
+				f.t.Errorf("after all has ended: %s, want 0", line)
+			}
+		}
+	}
+}
+
+// metrics is the page of /metrics, taken without the listener.
+func (f *front) metrics() string {
+	rec := httptest.NewRecorder()
+	f.server.Handler().ServeHTTP(rec, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	return rec.Body.String()
+}
+
+// metric is the value of one series as it stands on the page, "" if it is not there.
+func (f *front) metric(series string) string {
+	for line := range strings.Lines(f.metrics()) {
+		if v, ok := strings.CutPrefix(line, series+" "); ok {
+			return strings.TrimSpace(v)
+		}
+	}
+	return ""
+}
+
+// list is the busy list of model m.
+func (f *front) list() *busy.List {
+	var l *busy.List
+	f.routes.Partitions("m", func(p *router.Partition) { l = p.Busy })
+	return l
+}
+
+// states are the workers of model m by name.
+func (f *front) states() string {
+	var all []string
+	for _, st := range f.list().Workers(time.Now()) {
+		all = append(all, fmt.Sprintf("%s:%s", st.Name, st.State))
+	}
+	return strings.Join(all, " ")
+}
+
+// got is one answer to a client.
+type got struct {
+	status int
+	header http.Header
+	body   string
+	err    error // of reading the body
+}
+
+// send does one request with the given headers, as "Name: value".
+func (f *front) send(method, path, body string, headers ...string) got {
+	f.t.Helper()
+	req, err := http.NewRequestWithContext(f.t.Context(), method, f.url+path, strings.NewReader(body))
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	if body != "" {
+		req.Header.Set("Content-Type", "application/json")
+	}
+	for _, h := range headers {
+		name, value, _ := strings.Cut(h, ": ")
+		if value == "" {
+			req.Header.Del(name)
+			continue
+		}
+		req.Header.Set(name, value)
+	}
+	return f.do(req)
+}
+
+func (f *front) do(req *http.Request) got {
+	f.t.Helper()
+	resp, err := f.client.Do(req)
+	if err != nil {
+		f.t.Fatalf("%s %s: %v", req.Method, req.URL, err)
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	return got{resp.StatusCode, resp.Header, string(b), err}
+}
+
+func (f *front) chat(body string, headers ...string) got {
+	f.t.Helper()
+	return f.send(http.MethodPost, "/v1/chat/completions", body, headers...)
+}
+
+// is compares an answer with what it should be, headers as "Name: value" or "Name: " for none.
+func (g got) is(t testing.TB, what string, status int, body string, headers ...string) {
+	t.Helper()
+	if g.status != status || g.body != body || g.err != nil {
+		t.Errorf("%s = %d %q, %v\nwant %d %q", what, g.status, g.body, g.err, status, body)
+	}
+	for _, h := range headers {
+		name, want, _ := strings.Cut(h, ": ")
+		if v := strings.Join(g.header.Values(name), "|"); v != want {
+			t.Errorf("%s: header %s = %q, want %q", what, name, v, want)
+		}
+	}
+}
+
+// flat is an error body.
+func flat(status int, kind, message string) string {
+	return fmt.Sprintf(`{"message":%q,"type":%q,"code":%d}`, message, kind, status)
+}
+
+const busyBody = `{"message":"Service temporarily unavailable: All workers are busy, please retry later","type":"service_unavailable","code":503}`
+
+// raw is a client connection without a client.
+type raw struct {
+	net.Conn
+	br *bufio.Reader
+}
+
+func (f *front) dial() *raw {
+	f.t.Helper()
+	nc, err := net.Dial("tcp", f.addr)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	_ = nc.SetDeadline(time.Now().Add(patience))
+	f.t.Cleanup(func() { _ = nc.Close() })
+	return &raw{nc, bufio.NewReader(nc)}
+}
+
+// post sends a request for a chat by hand.
+func (c *raw) post(body string) {
+	_, _ = fmt.Fprintf(c, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", len(body), body)
+}
+
+// head reads the status line and the headers.
+func (c *raw) head() (status string, header string) {
+	status, _ = c.br.ReadString('\n')
+	var all strings.Builder
+	for {
+		line, err := c.br.ReadString('\n')
+		if err != nil || line == "\r\n" {
+			return strings.TrimSpace(status), all.String()
+		}
+		all.WriteString(line)
+	}
+}
+
+// chunk reads one chunk of a chunked body: what the front end flushed at once. The last one is
+// empty; an error is a connection that broke.
+func (c *raw) chunk() (string, error) {
+	var size int
+	if _, err := fmt.Fscanf(c.br, "%x\r\n", &size); err != nil {
+		return "", fmt.Errorf("chunk size: %w", err)
+	}
+	data := make([]byte, size+2)
+	_, err := io.ReadFull(c.br, data)
+	return string(data[:size]), err
+}
+
+// eventually waits until ok, which is asked again and again.
+func eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(patience); !ok(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("not within %v: %s", patience, what)
+		}
+	}
+}
