@@ -54,16 +54,24 @@ func (s *splitter) next(b []byte) int {
 	return -1
 }
 
-// indexEOL is the index of the first LF or CR. The LF is looked for first: engines send no CR.
+// indexEOL is the index of the first LF or CR, or -1. It looks through stretches that grow, so
+// that neither a far LF nor a far CR is looked for again at every line: lines are foreign, and the
+// time they take must not grow with their square.
 func indexEOL(b []byte) int {
-	lf := bytes.IndexByte(b, '\n')
-	if lf < 0 {
-		return bytes.IndexByte(b, '\r')
+	for from, size := 0, 256; from < len(b); from, size = from+size, 2*size {
+		stretch := b[from:min(from+size, len(b))]
+		lf := bytes.IndexByte(stretch, '\n')
+		if lf >= 0 {
+			stretch = stretch[:lf]
+		}
+		if cr := bytes.IndexByte(stretch, '\r'); cr >= 0 {
+			return from + cr
+		}
+		if lf >= 0 {
+			return from + lf
+		}
 	}
-	if cr := bytes.IndexByte(b[:lf], '\r'); cr >= 0 {
-		return cr
-	}
-	return lf
+	return -1
 }
 
 // data returns the payload of an event: its data lines, joined by LF. scratch is used where
