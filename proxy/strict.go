@@ -2,12 +2,14 @@ package proxy
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"math"
 	"slices"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 
 	"spillway/httperr"
 )
@@ -71,21 +73,16 @@ func strict(ep *endpoint, body []byte) *httperr.Error {
 	if err := json.Unmarshal(body, &f); err != nil {
 		return httperr.Invalid("the request body is not valid JSON")
 	}
+	unknown := unknownKeys(ep, f)
+	// null is how some clients spell "not set"
 	maps.DeleteFunc(f, func(_ string, raw json.RawMessage) bool { return string(raw) == "null" })
 	for _, legacy := range []string{"functions", "function_call"} {
 		if f[legacy] != nil {
 			return httperr.New(501, "Validation: "+legacy+" is not supported, use tools")
 		}
 	}
-	var unknown []string
-	for key := range f {
-		if !known[ep.label][key] {
-			unknown = append(unknown, strconv.Quote(key))
-		}
-	}
-	if len(unknown) > 0 {
-		slices.Sort(unknown)
-		return httperr.Invalid("unknown fields: %s", strings.Join(unknown[:min(len(unknown), 20)], ", "))
+	if unknown != "" {
+		return httperr.Invalid("unknown fields: %s", unknown)
 	}
 	for _, check := range []func(*endpoint, map[string]json.RawMessage) error{
 		checkRanges, checkBias, checkStop, checkTools, checkPrompts, checkUser,
@@ -95,6 +92,32 @@ func strict(ep *endpoint, body []byte) *httperr.Error {
 		}
 	}
 	return nil
+}
+
+// The bounds of what an error message repeats of a body.
+const (
+	maxListed    = 20
+	maxListedKey = 64 // bytes
+)
+
+// unknownKeys lists the keys that the route does not have, "" if there are none.
+func unknownKeys(ep *endpoint, f map[string]json.RawMessage) string {
+	var unknown []string
+	for key := range f {
+		if known[ep.label][key] {
+			continue
+		}
+		if len(key) > maxListedKey {
+			key = strings.ToValidUTF8(key[:maxListedKey], "") + "..."
+		}
+		unknown = append(unknown, strconv.Quote(key))
+	}
+	slices.Sort(unknown)
+	list := strings.Join(unknown[:min(len(unknown), maxListed)], ", ")
+	if more := len(unknown) - maxListed; more > 0 {
+		list += fmt.Sprintf(" and %d more", more)
+	}
+	return list
 }
 
 func checkRanges(ep *endpoint, f map[string]json.RawMessage) error {
@@ -115,11 +138,11 @@ func (b bounds) check(key string, raw json.RawMessage) error {
 	}
 	v, err := strconv.ParseFloat(string(raw), 64)
 	switch {
-	case err != nil:
+	case err != nil && !math.IsInf(v, 0): // an infinite one is only too large
 		return fmt.Errorf("%s must be a number", key)
-	case b.integer && v != math.Trunc(v):
+	case b.integer && (v != math.Trunc(v) || math.IsInf(v, 0)):
 		return fmt.Errorf("%s must be an integer", key)
-	case b.over && v <= b.low:
+	case b.over && (v <= b.low || v > b.high):
 		return fmt.Errorf("%s must be greater than %v and at most %v", key, b.low, b.high)
 	case v < b.low && math.IsInf(b.high, 1):
 		return fmt.Errorf("%s must be at least %v", key, b.low)
@@ -132,11 +155,11 @@ func (b bounds) check(key string, raw json.RawMessage) error {
 func checkBias(_ *endpoint, f map[string]json.RawMessage) error {
 	var bias map[string]float64
 	if f["logit_bias"] != nil && json.Unmarshal(f["logit_bias"], &bias) != nil {
-		return fmt.Errorf("logit_bias must map token IDs to numbers")
+		return errors.New("logit_bias must map token IDs to numbers")
 	}
 	for _, v := range bias {
 		if v < -100 || v > 100 {
-			return fmt.Errorf("logit_bias values must be from -100 to 100")
+			return errors.New("logit_bias values must be from -100 to 100")
 		}
 	}
 	return nil
@@ -151,7 +174,7 @@ func checkStop(_ *endpoint, f map[string]json.RawMessage) error {
 	if json.Unmarshal(f["stop"], &one) == nil {
 		list = []string{one}
 	} else if json.Unmarshal(f["stop"], &list) != nil {
-		return fmt.Errorf("stop must be a string or an array of strings")
+		return errors.New("stop must be a string or an array of strings")
 	}
 	if len(list) == 0 || len(list) > maxStop || slices.Contains(list, "") {
 		return fmt.Errorf("stop must have 1 to %d entries, none of them empty", maxStop)
@@ -163,17 +186,23 @@ func checkTools(_ *endpoint, f map[string]json.RawMessage) error {
 	if f["tools"] == nil {
 		return nil
 	}
-	var tools []struct {
-		Function struct{ Name string }
-	}
+	var tools []map[string]json.RawMessage // not structs: those match keys in any case
 	if json.Unmarshal(f["tools"], &tools) != nil {
-		return fmt.Errorf("tools must be an array of tools")
+		return errors.New("tools must be an array of tools")
 	}
 	if len(tools) > maxTools {
 		return fmt.Errorf("tools must have at most %d entries", maxTools)
 	}
 	for _, t := range tools {
-		if len(t.Function.Name) > maxFunctionName {
+		var function map[string]json.RawMessage
+		var name string
+		if t["function"] != nil && json.Unmarshal(t["function"], &function) != nil {
+			return errors.New("function of a tool must be an object")
+		}
+		if function["name"] != nil && json.Unmarshal(function["name"], &name) != nil {
+			return errors.New("name of a function must be a string")
+		}
+		if utf8.RuneCountInString(name) > maxFunctionName {
 			return fmt.Errorf("a function name must have at most %d characters", maxFunctionName)
 		}
 	}
@@ -186,7 +215,7 @@ func checkPrompts(_ *endpoint, f map[string]json.RawMessage) error {
 		n, _ = strconv.Atoi(string(f["n"])) // its form has been checked
 	}
 	if t, err := strconv.ParseFloat(string(f["temperature"]), 64); err == nil && t == 0 && n > 1 {
-		return fmt.Errorf("n must be 1 when temperature is 0")
+		return errors.New("n must be 1 when temperature is 0")
 	}
 	var list []json.RawMessage
 	if json.Unmarshal(f["prompt"], &list) != nil || len(list) == 0 || kindOf(list[0][0]) == numeric {
@@ -204,7 +233,7 @@ func checkUser(_ *endpoint, f map[string]json.RawMessage) error {
 		return nil
 	}
 	if json.Unmarshal(f["user"], &user) != nil || strings.TrimSpace(user) == "" {
-		return fmt.Errorf("user must be a string that is not blank")
+		return errors.New("user must be a string that is not blank")
 	}
 	return nil
 }
