@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"math"
 	"math/rand/v2"
 	"sync"
 	"time"
@@ -32,9 +33,17 @@ func (r *rates) add(now time.Time, freed, shed uint32) {
 	r.mu.Unlock()
 }
 
+// The bounds of wait in seconds, and what is added at random at most.
+const (
+	minWait = 1
+	maxWait = 30
+	spread  = 0.25
+)
+
 // wait is when a refused client should come back: the time in which as much room is freed as
 // was asked for in vain within a second, from 1 to 30 s, spread so that clients do not return
-// together.
+// together. What is bounded is the time before spreading: bounding the result would send all
+// clients of a quick or a stuck model back at one moment.
 func (r *rates) wait(now time.Time) time.Duration {
 	r.mu.Lock()
 	var freed, shed float64
@@ -45,10 +54,10 @@ func (r *rates) wait(now time.Time) time.Duration {
 		}
 	}
 	r.mu.Unlock()
-	seconds := 30.0
+	seconds := math.Inf(1)
 	if freed > 0 {
 		seconds = max(shed, 1) / freed
 	}
-	seconds = min(max(seconds*(0.75+rand.Float64()/2), 1), 30)
+	seconds = min(max(seconds, minWait), maxWait/(1+spread)) * (1 + spread*rand.Float64())
 	return time.Duration(seconds * float64(time.Second))
 }
