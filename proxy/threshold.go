@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"log/slog"
 	"math"
 	"net/http"
 	"strconv"
@@ -34,6 +35,18 @@ type thresholdsBody struct {
 
 func newThresholdsBody(t busy.Thresholds) thresholdsBody {
 	return thresholdsBody{t.DecodeFrac, t.PrefillTokens, t.PrefillFrac}
+}
+
+// LogValue shows the values and not where they lie.
+func (b thresholdsBody) LogValue() slog.Value {
+	return slog.GroupValue(setting(decodeField, b.Decode), setting(prefillField, b.Prefill), setting(fracField, b.Frac))
+}
+
+func setting[T any](name string, v *T) slog.Attr {
+	if v == nil {
+		return slog.String(name, "unset")
+	}
+	return slog.Any(name, *v)
 }
 
 type modelThresholds struct {
@@ -181,6 +194,9 @@ func readFrac(fields map[string]json.RawMessage, name string) (*float64, *adminE
 	f, err := strconv.ParseFloat(raw, 64)
 	if err != nil && !math.IsInf(f, 0) {
 		return nil, &adminError{http.StatusUnprocessableEntity, name + ": must be a number"}
+	}
+	if f == 0 {
+		f = 0 // -0 would be shown as that
 	}
 	return &f, nil
 }
