@@ -61,12 +61,12 @@ func (x *exchange) appendHead(dst []byte, attempt int) []byte {
 	dst = append(dst, "Accept-Encoding: identity\r\n"...)
 	if key := x.sel.Worker.APIKey; key != "" {
 		dst = upstream.AppendHeader(dst, "Authorization", "Bearer "+key)
-	} else if x.s.cfg.ForwardAuth {
+	} else if x.s.cfg.ForwardAuth && !listed(named, "Authorization") {
 		for _, v := range h["Authorization"] {
 			dst = upstream.AppendHeader(dst, "Authorization", v)
 		}
 	}
-	dst = x.appendForwarded(dst, h)
+	dst = x.appendForwarded(dst, h, named)
 	dst = append(dst, "X-Request-Id: "...)
 	dst = append(dst, x.id...)
 	if attempt > 0 { // two live requests with one ID would collide in an engine
@@ -82,14 +82,16 @@ func (x *exchange) appendHead(dst []byte, attempt int) []byte {
 	return dst
 }
 
-func (x *exchange) appendForwarded(dst []byte, h http.Header) []byte {
+func (x *exchange) appendForwarded(dst []byte, h http.Header, named []string) []byte {
 	client, _, err := net.SplitHostPort(x.req.RemoteAddr)
 	if err != nil {
 		client = x.req.RemoteAddr
 	}
 	dst = append(dst, "X-Forwarded-For: "...)
 	for _, v := range h["X-Forwarded-For"] {
-		dst = append(append(dst, v...), ", "...) // net/http has refused values with line ends
+		if v != "" && !listed(named, "X-Forwarded-For") {
+			dst = append(append(dst, v...), ", "...) // net/http has refused values with line ends
+		}
 	}
 	dst = append(append(dst, client...), "\r\nX-Forwarded-Proto: "...)
 	if x.req.TLS != nil {
@@ -112,13 +114,15 @@ func listed(values []string, name string) bool {
 	return false
 }
 
-// requestID is the client's correlation ID if it is fit to be one, else a new UUIDv4.
+// requestID is the client's correlation ID if it is fit to be one, else a new UUIDv4. The older
+// header is only read if the other one is not there at all.
 func requestID(h http.Header) string {
-	if id := first(h, "X-Request-Id"); id != "" && len(id) <= 128 && visible(id) {
-		return id
-	}
-	if id := first(h, "X-Dynamo-Request-Id"); id != "" {
-		if u, err := uuid.Parse(id); err == nil && len(id) == 36 {
+	if v := h["X-Request-Id"]; len(v) > 0 {
+		if id := v[0]; id != "" && len(id) <= 128 && visible(id) {
+			return id
+		}
+	} else if id := first(h, "X-Dynamo-Request-Id"); len(id) == 36 {
+		if u, err := uuid.Parse(id); err == nil {
 			return u.String()
 		}
 	}
