@@ -65,17 +65,22 @@ const (
 	tops = 0x8080808080808080
 )
 
+// marks sets the top bit of every byte of x that is a quote, a backslash or a control character.
+// It may be set for bytes above 0x7f too, and above a byte that is marked rightly: the lowest mark
+// on an ASCII byte is right.
+func marks(x uint64) uint64 {
+	// Flipping bit 1 makes 0x20 of a quote and leaves control characters below that, and nothing
+	// else comes there.
+	return ((x ^ 0x02*ones) - 0x21*ones) | ((x ^ '\\'*ones) - ones)
+}
+
 // run is how many bytes of b come before a quote, a backslash or a control character, and
 // whether one of them is above 0x7f.
 func run(b []byte) (n int, high bool) {
 	var seen uint64
 	for len(b)-n >= 8 {
 		x := binary.LittleEndian.Uint64(b[n:])
-		quote, slash := x^'"'*ones, x^'\\'*ones
-		// The top bit of each byte that is wanted. A borrow can raise a false alarm above a byte
-		// that is wanted itself, never below, and only the lowest one is used.
-		stop := ((x-' '*ones)&^x | (quote-ones)&^quote | (slash-ones)&^slash) & tops
-		if stop != 0 {
+		if stop := marks(x) &^ x & tops; stop != 0 {
 			before := bits.TrailingZeros64(stop) &^ 7
 			seen |= x & (1<<before - 1)
 			return n + before/8, seen&tops != 0
@@ -95,19 +100,19 @@ func run(b []byte) (n int, high bool) {
 	return n, seen&tops != 0
 }
 
-// plain is a number of bytes at the start of b, a multiple of 16, that are ASCII and none that
+// plain is a number of bytes at the start of b, a multiple of 32, that are ASCII and none that
 // run looks for: prompts are long, and most are that.
-func plain(b []byte) (n int) {
-	for len(b)-n >= 16 {
-		x, y := binary.LittleEndian.Uint64(b[n:]), binary.LittleEndian.Uint64(b[n+8:])
-		odd := (x - ' '*ones) | ((x ^ '"'*ones) - ones) | ((x ^ '\\'*ones) - ones) | x |
-			(y - ' '*ones) | ((y ^ '"'*ones) - ones) | ((y ^ '\\'*ones) - ones) | y
-		if odd&tops != 0 { // which byte it is does not matter here
-			return n
+func plain(b []byte) int {
+	rest := b
+	for len(rest) >= 32 {
+		w, x := binary.LittleEndian.Uint64(rest), binary.LittleEndian.Uint64(rest[8:])
+		y, z := binary.LittleEndian.Uint64(rest[16:]), binary.LittleEndian.Uint64(rest[24:])
+		if (marks(w)|marks(x)|marks(y)|marks(z)|w|x|y|z)&tops != 0 { // which one does not matter here
+			break
 		}
-		n += 16
+		rest = rest[32:]
 	}
-	return n
+	return len(b) - len(rest)
 }
 
 // escape reads one escape sequence: bytes used, 0 if it is none, and the size of what it means
