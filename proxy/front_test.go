@@ -295,3 +295,5 @@ func eventually(t testing.TB, what string, ok func() bool) {
 		}
 	}
 }
+
+func now() time.Time { return time.Now() }

@@ -20,6 +20,7 @@ type stream struct {
 	split     splitter
 	pending   []byte // bytes of events that are not complete, or of several reads
 	scratch   []byte // for data that spans lines
+	begun     bool   // an event has come
 	committed bool   // the head is out
 	done      bool   // [DONE] has passed
 	failed    bool   // the worker sent an error object
@@ -45,7 +46,10 @@ func (x *exchange) stream(resp *upstream.Response) error {
 		if err != nil {
 			return st.over(err)
 		}
-		if err := st.feed(part); err != nil {
+		switch err := st.feed(part); {
+		case errors.Is(err, errEventTooLarge):
+			return st.over(err)
+		case err != nil:
 			return err
 		}
 	}
@@ -68,6 +72,12 @@ func (st *stream) feed(part []byte) error {
 			break
 		}
 		event := buf[at : seen+n]
+		if len(event) > maxEvent {
+			if err := st.write(buf[from:at]); err != nil {
+				return err
+			}
+			return errEventTooLarge
+		}
 		at, seen = seen+n, seen+n
 		keep, err := st.event(event)
 		if err != nil {
@@ -84,7 +94,7 @@ func (st *stream) feed(part []byte) error {
 		return err
 	}
 	if st.split.event > maxEvent {
-		return st.over(errEventTooLarge)
+		return errEventTooLarge
 	}
 	rest := buf[at:]
 	if carried > 0 {
@@ -98,6 +108,8 @@ func (st *stream) feed(part []byte) error {
 // event takes note of one complete event; keep is false if the client is not to see it.
 func (st *stream) event(event []byte) (keep bool, err error) {
 	x := st.x
+	first := !st.begun
+	st.begun = true
 	payload, scratch, ok := data(event, st.scratch)
 	st.scratch = scratch
 	if !ok {
@@ -109,7 +121,7 @@ func (st *stream) event(event []byte) (keep bool, err error) {
 		st.done = true
 	case ch.failed:
 		st.failed, st.code = true, ch.code
-		if !st.committed {
+		if first && !st.committed {
 			return false, st.refused(payload)
 		}
 		x.out.failure = httperr.New(plausible(ch.code), "")
