@@ -112,6 +112,9 @@ func TestLongPrompt(t *testing.T) {
 	if err != nil {
 		t.Fatalf("62: Select(60000 tokens) on an idle worker = %v, want nil", err)
 	}
+	if got := f.p.Busy.Snapshot().Busy; len(got) != 1 { // before Select returns, for whoever reads the list next
+		t.Errorf("62: busy after Select = %v, want the worker", got)
+	}
 	if _, _, err := f.ask(router.Query{PromptTokens: 1}); !errors.Is(err, router.ErrOverloaded) {
 		t.Errorf("62: the next Select = %v, want ErrOverloaded", err)
 	}
