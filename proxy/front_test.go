@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -99,14 +100,26 @@ func begin(t testing.TB, with setup, workers ...worker.Worker) *front {
 	t.Cleanup(func() {
 		f.client.CloseIdleConnections()
 		stop()
-		if err := <-f.ended; err != nil {
-			t.Errorf("Run: %v", err)
-		}
+		f.over()
 		f.client.CloseIdleConnections()
 		f.settled()
 		goleak.VerifyNone(t, before) // a connection to a worker would keep its goroutine there
 	})
 	return f
+}
+
+// over waits until Run has returned, which must be without an error.
+func (f *front) over() {
+	f.t.Helper()
+	select {
+	case err := <-f.ended:
+		if err != nil {
+			f.t.Errorf("Run: %v", err)
+		}
+		f.ended <- nil // for the next one who asks
+	case <-time.After(patience):
+		f.t.Fatal("Run has not returned")
+	}
 }
 
 func (f *front) register(w worker.Worker) worker.ID {
@@ -157,12 +170,15 @@ func (f *front) metric(series string) string {
 	return ""
 }
 
-// list is the busy list of model m.
-func (f *front) list() *busy.List {
-	var l *busy.List
-	f.routes.Partitions("m", func(p *router.Partition) { l = p.Busy })
-	return l
+// partition is where requests for a model are decided.
+func (f *front) partition(model string) *router.Partition {
+	var found *router.Partition
+	f.routes.Partitions(model, func(p *router.Partition) { found = p })
+	return found
 }
+
+// list is the busy list of model m.
+func (f *front) list() *busy.List { return f.partition("m").Busy }
 
 // states are the workers of model m by name.
 func (f *front) states() string {
@@ -210,6 +226,9 @@ func (f *front) do(req *http.Request) got {
 	}
 	defer resp.Body.Close()
 	b, err := io.ReadAll(resp.Body)
+	if resp.Close { // net/http has taken the header out
+		resp.Header.Set("Connection", "close")
+	}
 	return got{resp.StatusCode, resp.Header, string(b), err}
 }
 
@@ -238,6 +257,29 @@ func flat(status int, kind, message string) string {
 }
 
 const busyBody = `{"message":"Service temporarily unavailable: All workers are busy, please retry later","type":"service_unavailable","code":503}`
+
+// lines collects what is logged.
+type lines struct {
+	mu  sync.Mutex
+	buf strings.Builder
+}
+
+// Write implements io.Writer.
+func (l *lines) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(b)
+}
+
+func (l *lines) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.String()
+}
+
+func (l *lines) logger() *slog.Logger {
+	return slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug}))
+}
 
 // raw is a client connection without a client.
 type raw struct {
