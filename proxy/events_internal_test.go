@@ -220,6 +220,7 @@ func TestReadChunk(t *testing.T) {
 			chunk{choices: 3, tokens: 2, finish: 1, index: [4]uint64{1 << 3, 1<<1 | 1<<63}, ended: [4]uint64{0, 1 << 1}},
 		},
 		{"an index out of bounds", `{"choices":[{"index":256,"text":"x","finish_reason":"stop"},{"index":99999999999999999999}]}`, chunk{choices: 2, tokens: 1, finish: 1}},
+		{"the last index", `{"choices":[{"index":255,"text":""}]}`, chunk{choices: 1, index: [4]uint64{3: 1 << 63}}},
 		{"finish", `{"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}`, chunk{choices: 1, finish: 1, index: bit0, ended: bit0}},
 		{"usage only", `{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":5,"total_tokens":12,"prompt_tokens_details":{"cached_tokens":4}}}`,
 			chunk{usage: usage{known: true, prompt: 7, cached: 4, completion: 5}}},

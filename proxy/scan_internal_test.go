@@ -20,7 +20,7 @@ var scanSeeds = []string{
 	`{"stream":true,"stream_options":{ },"nvext":{"a":[1]},"n":3,"nvext":null}`, `{"nvext":1 , "stream":true,"stream_options":null}`,
 	`{"prompt":["a","b\\"],"input":[[1,2],[3]],"n":1e5}`, `{"prompt":[1,2,-0.5E+3]}`, `{"n":01}`, `{"n":-}`, `{"n":1.}`, `{"n":1e}`,
 	`{"messages":[{"type":"x","content":[{"type":"text","text":"é"},{"type":"image_url","image_url":{"url":"data:"}},{"file":null}]}]}`,
-	`{"tools":[{"type":"function"}],"tools":[],"functions":[1]}`, "{\"a\":\"\x01\"}", "{\"a\":\"\xff\"}", `{"a":"\x"}`, `{"a":"\u12g4"}`, `{"a":"\`,
+	`{"tools":[{"type":"function"}],"tools":[],"functions":[1]}`, "{\"a\":\"\x01\"}", "{\"a\":\"\xff\"}", `{"a":"\x"}`, `{"a":"\u12g4"}`, "{\"a\":\"\xff\\n and then nothing but ASCII\"}", `{"model":"\ud800\udfff\udbff\udc00\ud800\ue000\u07ff\u0800"}`, `{"a":"\`,
 	"{\"a\":\"0123456789abcdef0123456789abcdef\u00e9 and so on and so on\\\"\"}", "{\"a\":tru}", "{\"a\":true}\x00", `{"a" 1}`, `{"a":1 "b":2}`, `{"a":[1 2]}`,
 	`{"a":` + strings.Repeat("[", 511) + strings.Repeat("]", 511) + `}`, `{"a":` + strings.Repeat("[", 512) + strings.Repeat("]", 512) + `}`,
 	`{"messages":` + strings.Repeat("[", 511) + `"x"` + strings.Repeat("]", 511) + `}`, `{"messages":` + strings.Repeat("[", 512) + strings.Repeat("]", 512) + `}`,
@@ -278,6 +278,7 @@ func TestEdited(t *testing.T) {
 		{"usage for an empty object", `{"stream_options":{ },"stream":true}`, false, true, false, `{"stream_options":{ "include_usage":true},"stream":true}`},
 		{"usage merged", `{"stream_options":{"x":[1, 2] },"stream":true}`, false, true, false, `{"stream_options":{"x":[1, 2] ,"include_usage":true},"stream":true}`},
 		{"usage replaced", `{"stream_options":{"include_usage" : false,"x":"<"},"stream":true}`, false, true, false, `{"stream_options":{"include_usage" : true,"x":"<"},"stream":true}`},
+		{"nvext after a value with a comma", `{"b":[1,2],"nvext":1}`, false, false, true, `{"b":[1,2]}`},
 		{"nvext first", `{ "nvext":{"a":[",","}"]} , "b":1, "c":2}`, false, false, true, `{ "b":1, "c":2}`},
 		{"nvext in the middle", `{"b":1 , "nvext":null , "c":2}`, false, false, true, `{"b":1 , "c":2}`},
 		{"nvext last", `{"b":1 , "nvext":[] }`, false, false, true, `{"b":1 }`},
@@ -442,6 +443,8 @@ func TestPromptTokens(t *testing.T) {
 
 		{"an input", embeddingsRoute, `{"input":"12345678"}`, 2, false},
 		{"inputs of token IDs", embeddingsRoute, `{"input":[[1,2],[3,4]],"prompt":"x"}`, 4, true},
+		{"an input given twice", embeddingsRoute, `{"input":[1,2,3],"input":[1]}`, 1, true},
+		{"a prompt given twice", completionsRoute, `{"prompt":"12345678","prompt":"1"}`, 1, false},
 		{"an empty input", embeddingsRoute, `{"input":""}`, 1, false},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

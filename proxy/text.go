@@ -35,7 +35,7 @@ func (c *cursor) str() (text, error) {
 	b, start := c.b, c.i
 	end := start // of what has been looked at
 	saved := 0
-	high := false // there are bytes above 0x7f
+	high := false // there may be bytes above 0x7f
 	for {
 		n, wide := run(b[end:])
 		end += n
@@ -74,18 +74,16 @@ func marks(x uint64) uint64 {
 	return ((x ^ 0x02*ones) - 0x21*ones) | ((x ^ '\\'*ones) - ones)
 }
 
-// run is how many bytes of b come before a quote, a backslash or a control character, and
-// whether one of them is above 0x7f.
+// run is how many bytes of b come before a quote, a backslash or a control character. high is
+// true if one of them is above 0x7f; it may also be if only one of the next seven is.
 func run(b []byte) (n int, high bool) {
 	var seen uint64
 	for len(b)-n >= 8 {
 		x := binary.LittleEndian.Uint64(b[n:])
-		if stop := marks(x) &^ x & tops; stop != 0 {
-			before := bits.TrailingZeros64(stop) &^ 7
-			seen |= x & (1<<before - 1)
-			return n + before/8, seen&tops != 0
-		}
 		seen |= x
+		if stop := marks(x) &^ x & tops; stop != 0 {
+			return n + bits.TrailingZeros64(stop)/8, seen&tops != 0
+		}
 		if n += 8; n == 24 { // not a key or a short value
 			n += plain(b[n:])
 		}
