@@ -24,7 +24,7 @@ const (
 	prefillRate     = 20000 // tokens per second
 	fleetITL        = 10 * time.Millisecond
 	scrapeEvery     = time.Second
-	fleetRequests   = 1200
+	fleetRequests   = 400
 	meanPrompt      = 12000 // tokens, heavy-tailed
 	meanOutput      = 300
 	fleetCapacity   = fleetWorkers * prefillRate / float64(meanPrompt) // requests per second; prefill binds
@@ -48,7 +48,7 @@ func TestOverloadKeepsGoodput(t *testing.T) {
 		cfg  busy.Config
 		load float64
 	}{
-		{"70% off", off, 0.7}, {"70% on", on, 0.7}, {"95% off", off, 0.95}, {"95% on", on, 0.95}, {"200% off", off, 2}, {"200% on", on, 2},
+		{"70% on", on, 0.7}, {"95% off", off, 0.95}, {"95% on", on, 0.95}, {"200% off", off, 2}, {"200% on", on, 2},
 	} {
 		r := runSimFleet(t, tt.cfg, tt.load*fleetCapacity)
 		t.Logf("%-8s admitted %4d shed %4.1f%% met SLO %5.1f%% goodput %.2f/s TTFT p50 %v",
