@@ -126,7 +126,8 @@ func (s *spaces) Read(p []byte) (int, error) {
 func TestLargeBodies(t *testing.T) {
 	s := newScript(t, saying(answer(200, jsonHeader, reply)))
 	f := begin(t, setup{}, served("w", s))
-	send := func(size int, declared bool) got {
+	small := begin(t, setup{proxy: func(c *proxy.Config) { c.BodyLimitMB = 1 }}, served("w", s))
+	send := func(f *front, size int, declared bool) got {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, f.url+"/v1/chat/completions",
 			io.MultiReader(strings.NewReader(chatBody), &spaces{size - len(chatBody)}))
 		if err != nil {
@@ -139,11 +140,14 @@ func TestLargeBodies(t *testing.T) {
 		return f.do(req)
 	}
 	headers := []string{"Content-Type: application/json", "X-Spillway-Reason: "}
-	send(46<<20, true).is(t, "46 MiB declared", 413, tooLarge, headers...)
-	send(46<<20, false).is(t, "46 MiB chunked", 413, tooLarge, headers...)
-	send(45<<20, true).is(t, "45 MiB declared", 200, reply)
-	send(45<<20, false).is(t, "45 MiB chunked", 200, reply)
-	if seen := s.seen(); len(seen) != 2 || len(seen[0].body) != 45<<20 || !strings.HasPrefix(seen[1].body, chatBody) {
+	send(f, 46<<20, true).is(t, "46 MiB declared", 413, tooLarge, headers...)
+	send(f, 46<<20, false).is(t, "46 MiB chunked", 413, tooLarge, headers...)
+	one := strings.Replace(tooLarge, "45", "1", 1)
+	send(small, 1<<20+1, true).is(t, "1 MiB and a byte declared", 413, one, headers...)
+	send(small, 1<<20+1, false).is(t, "1 MiB and a byte chunked", 413, one, headers...)
+	send(small, 1<<20, true).is(t, "1 MiB declared", 200, reply)
+	send(small, 1<<20, false).is(t, "1 MiB chunked", 200, reply)
+	if seen := s.seen(); len(seen) != 2 || len(seen[0].body) != 1<<20 || !strings.HasPrefix(seen[1].body, chatBody) {
 		t.Errorf("the worker got %d requests, want the two that are within the limit, whole", len(seen))
 	}
 

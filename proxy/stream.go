@@ -98,7 +98,9 @@ func (st *stream) feed(part []byte) error {
 	}
 	rest := buf[at:]
 	if carried > 0 {
-		st.pending = st.pending[:copy(st.pending, rest)]
+		if at > 0 { // else it is where it should be, however long it has become
+			st.pending = st.pending[:copy(st.pending, rest)]
+		}
 	} else if len(rest) > 0 {
 		st.pending = append(st.pending, rest...)
 	}

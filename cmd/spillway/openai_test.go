@@ -141,38 +141,40 @@ func TestOpenAIOverload(t *testing.T) {
 		{"flat", flat, "", ""},
 		{"openai", `{"error":` + flat + `}`, message, "service_unavailable"},
 	} {
-		f := begin(t, func(c *configs.Demo) {
-			slow(c)
-			c.Serving.Proxy.ErrorEnvelope = tt.envelope
+		t.Run(tt.envelope, func(t *testing.T) {
+			f := begin(t, func(c *configs.Demo) {
+				slow(c)
+				c.Serving.Proxy.ErrorEnvelope = tt.envelope
+			})
+			free := f.occupy()
+			check := func(what string, err error) {
+				var failed *openai.Error
+				if !errors.As(err, &failed) {
+					t.Fatalf("%s, %s: %v; want an error of the API", tt.envelope, what, err)
+				}
+				if body := sent(failed); failed.StatusCode != 503 || failed.Message != tt.message || failed.Type != tt.kind || body != tt.body ||
+					failed.Response.Header.Get("Retry-After") != "1" {
+					t.Errorf("%s, %s: %d, message %q, type %q, %s\nwant 503, %q, %q, %s", tt.envelope, what,
+						failed.StatusCode, failed.Message, failed.Type, body, tt.message, tt.kind, tt.body)
+				}
+			}
+			client, tries := f.sdk(1)
+			_, err := client.Chat.Completions.New(t.Context(), chat(5, "Hello"))
+			check("chat", err)
+			if got := tries.Load(); got != 2 {
+				t.Errorf("%d requests were sent, want 2 with one retry", got)
+			}
+			stream := client.Chat.Completions.NewStreaming(t.Context(), chat(5, "Hello"), option.WithMaxRetries(0))
+			if stream.Next() {
+				t.Errorf("a stream began with %s", stream.Current().RawJSON())
+			}
+			check("stream", stream.Err())
+			const rejected = `dynamo_tasks_rejected_total{endpoint="chat_completions",model="` + simModel + `"}`
+			if got := f.metrics(rejected)[rejected]; got != "3" {
+				t.Errorf("rejected: %s, want 3: each try counts", got)
+			}
+			free()
 		})
-		free := f.occupy()
-		check := func(what string, err error) {
-			var failed *openai.Error
-			if !errors.As(err, &failed) {
-				t.Fatalf("%s, %s: %v; want an error of the API", tt.envelope, what, err)
-			}
-			if body := sent(failed); failed.StatusCode != 503 || failed.Message != tt.message || failed.Type != tt.kind || body != tt.body ||
-				failed.Response.Header.Get("Retry-After") != "1" {
-				t.Errorf("%s, %s: %d, message %q, type %q, %s\nwant 503, %q, %q, %s", tt.envelope, what,
-					failed.StatusCode, failed.Message, failed.Type, body, tt.message, tt.kind, tt.body)
-			}
-		}
-		client, tries := f.sdk(1)
-		_, err := client.Chat.Completions.New(t.Context(), chat(5, "Hello"))
-		check("chat", err)
-		if got := tries.Load(); got != 2 {
-			t.Errorf("%d requests were sent, want 2 with one retry", got)
-		}
-		stream := client.Chat.Completions.NewStreaming(t.Context(), chat(5, "Hello"), option.WithMaxRetries(0))
-		if stream.Next() {
-			t.Errorf("a stream began with %s", stream.Current().RawJSON())
-		}
-		check("stream", stream.Err())
-		const rejected = `dynamo_tasks_rejected_total{endpoint="chat_completions",model="` + simModel + `"}`
-		if got := f.metrics(rejected)[rejected]; got != "3" {
-			t.Errorf("rejected: %s, want 3: each try counts", got)
-		}
-		free()
 	}
 }
 
