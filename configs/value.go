@@ -34,6 +34,9 @@ func readable(t reflect.Type) bool {
 		return t.Elem().Kind() == reflect.String
 	case reflect.Pointer:
 		return t.Elem().Kind() != reflect.Pointer && readable(t.Elem())
+	case reflect.Struct:
+		settingsOf(reflect.New(t).Interface()) // panics if one of its fields is not
+		return true
 	}
 	return false
 }
@@ -52,6 +55,8 @@ func assign(to reflect.Value, value any) error {
 		return assignUnsettable(to, value)
 	case to.Kind() == reflect.Slice:
 		return assignList(to, value)
+	case to.Kind() == reflect.Struct:
+		return assignMap(to, value)
 	case value == nil:
 		return errors.New("has no value")
 	case isText:
@@ -82,6 +87,26 @@ func assignUnsettable(to reflect.Value, value any) error {
 		return err
 	}
 	to.Set(fresh)
+	return nil
+}
+
+// assignMap reads a map into a struct by the keys of its fields. A key that is none of them is an
+// error.
+func assignMap(to reflect.Value, value any) error {
+	entries, ok := value.(map[string]any)
+	if !ok {
+		return errors.New("is not a map of keys")
+	}
+	known := settingsOf(to.Addr().Interface())
+	for _, key := range sortedKeys(entries) {
+		s, ok := known.find(key)
+		if !ok {
+			return fmt.Errorf("unknown key %s", key)
+		}
+		if err := assign(to.FieldByIndex(s.index), entries[key]); err != nil {
+			return fmt.Errorf("%s: %w", key, err)
+		}
+	}
 	return nil
 }
 

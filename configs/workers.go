@@ -86,15 +86,8 @@ func workerFromFile(item any) (worker.Worker, error) {
 	case string:
 		record.Endpoint = v
 	case map[string]any:
-		known := settingsOf(&record)
-		for _, key := range sortedKeys(v) {
-			s, ok := known.find(key)
-			if !ok {
-				return record, fmt.Errorf("unknown key %s", key)
-			}
-			if err := assign(reflect.ValueOf(&record).Elem().FieldByIndex(s.index), v[key]); err != nil {
-				return record, fmt.Errorf("%s: %w", key, err)
-			}
+		if err := assignMap(reflect.ValueOf(&record).Elem(), v); err != nil {
+			return record, err
 		}
 	default:
 		return record, errors.New("is neither a URL nor a map of keys")

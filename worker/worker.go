@@ -56,9 +56,10 @@ type Worker struct {
 	Endpoint            string      `koanf:"url"`    // base URL, no trailing slash
 	Models              []string    `koanf:"models"` // the base model first; the rest are aliases or adapters
 	Tenant              string      `koanf:"tenant"`
-	Engine              string      `koanf:"engine"`      // auto, vllm, sglang, trtllm or custom
-	MetricsURL          string      `koanf:"metrics_url"` // "" is Endpoint + "/metrics"
-	APIKey              string      `koanf:"api_key"`     // bearer token for the worker, "" for none
+	Engine              string      `koanf:"engine"`             // auto, vllm, sglang, trtllm or custom
+	Custom              Custom      `koanf:"custom" only:"file"` // for engine custom only
+	MetricsURL          string      `koanf:"metrics_url"`        // "" is Endpoint + "/metrics"
+	APIKey              string      `koanf:"api_key"`            // bearer token for the worker, "" for none
 	DPStart             uint32      `koanf:"dp_start"`
 	DPSize              uint32      `koanf:"dp_size"` // 0: not declared
 	RankRouting         RankRouting `koanf:"rank_routing"`
@@ -101,9 +102,17 @@ func (w Worker) Normalize() (Worker, error) {
 	switch w.Engine {
 	case "":
 		w.Engine = "auto"
-	case "auto", "vllm":
+	case "auto", "vllm", "sglang", "trtllm", "custom":
 	default:
-		return w, fmt.Errorf("engine: %q is neither auto nor vllm", w.Engine)
+		return w, fmt.Errorf("engine: %q is none of auto, vllm, sglang, trtllm and custom", w.Engine)
+	}
+	if w.Engine != "custom" && w.Custom != (Custom{}) {
+		return w, fmt.Errorf("custom: is for engine custom, and the engine is %s", w.Engine)
+	}
+	if w.Engine == "custom" {
+		if err := w.Custom.check(); err != nil {
+			return w, fmt.Errorf("custom: %w", err)
+		}
 	}
 	switch w.RankRouting {
 	case "":
