@@ -28,3 +28,26 @@ func ChatTokens(body []byte) ([]uint32, error) {
 	}
 	return c.tokens()
 }
+
+// FaultNames lists all faults.
+func FaultNames() []string {
+	var names []string
+	for _, k := range faultKinds() {
+		names = append(names, k.name)
+	}
+	return names
+}
+
+// Pace gives tests the clock that the fault slow changes.
+type Pace struct{ p pace }
+
+// Engine is the engine's time at now.
+func (p *Pace) Engine(now time.Time) time.Time { return p.p.engine(now) }
+
+// When is the real time at which the engine's is t.
+func (p *Pace) When(t time.Time) time.Time { return p.p.when(t) }
+
+// Change makes everything take factor times as long from now until then.
+func (p *Pace) Change(now time.Time, factor float64, until time.Time) {
+	p.p = p.p.change(now, factor, until)
+}

@@ -31,7 +31,7 @@ func (p *promptLengths) add(tokens int) {
 
 // metrics serves GET /metrics: the worker's state under vLLM's names in the text format, read
 // when it is asked for.
-func (w *worker) metrics(rw http.ResponseWriter, _ *http.Request) {
+func (w *worker) metrics(rw http.ResponseWriter, _ *http.Request) error {
 	snaps := make([]*snapshot, len(w.ranks))
 	for i, r := range w.ranks {
 		snaps[i] = r.snapshot()
@@ -63,7 +63,10 @@ func (w *worker) metrics(rw http.ResponseWriter, _ *http.Request) {
 	p.head("process_start_time_seconds", "gauge", "Unix time at which the worker started.")
 	p.printf("process_start_time_seconds %.3f\n", float64(w.server.started.UnixMilli())/1000)
 	rw.Header().Set("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-	_, _ = rw.Write(p.text) // a scraper that has gone needs no answer
+	if _, err := rw.Write(p.text); err != nil {
+		return fmt.Errorf("%w: %w", errCut, err)
+	}
+	return nil
 }
 
 // page is a metrics page in the making.

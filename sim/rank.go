@@ -18,9 +18,10 @@ type rank struct {
 
 	mu     sync.Mutex // guards the fields below and the engine
 	eng    *engine.Engine
+	pace   pace
 	open   map[uint64]*choice // by ID: submitted and not ended by end
 	lastID uint64
-	alarm  time.Time // the goroutine sleeps until then; zero is until woken
+	alarm  time.Time // in the engine's time; the goroutine sleeps until then; zero is until woken
 	events []engine.Event
 	news   []*choice // to be published
 	late   lateness
@@ -89,6 +90,7 @@ func (r *rank) run(ctx context.Context) {
 	}
 }
 
+// advance tells what is due and returns the real time at which something will be next.
 func (r *rank) advance() (next time.Time, ok bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -98,16 +100,16 @@ func (r *rank) advance() (next time.Time, ok bool) {
 	if !ok {
 		r.alarm = time.Time{}
 	}
-	return next, ok
+	return r.pace.when(next), ok
 }
 
 // tellLocked lets the engine catch up with now and tells the handlers. Handlers are rung once
 // for all that is due.
 func (r *rank) tellLocked(now time.Time) {
-	r.events = r.eng.Advance(now, r.events[:0])
+	r.events = r.eng.Advance(r.pace.engine(now), r.events[:0])
 	for _, ev := range r.events {
 		if ev.Kind == engine.Step {
-			r.late.add(now.Sub(ev.At))
+			r.late.add(now.Sub(r.pace.when(ev.At)))
 			continue
 		}
 		c := r.open[ev.ID]
@@ -141,10 +143,23 @@ func (r *rank) rouseLocked() {
 	if !ok || !r.alarm.IsZero() && !next.Before(r.alarm) {
 		return
 	}
+	r.wakeUp()
+}
+
+func (r *rank) wakeUp() {
 	select {
 	case r.wake <- struct{}{}:
 	default:
 	}
+}
+
+// setPace makes everything take factor times as long, until then or with zero for ever.
+func (r *rank) setPace(now time.Time, factor float64, until time.Time) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.tellLocked(now)
+	r.pace = r.pace.change(now, factor, until)
+	r.wakeUp() // to sleep anew, by the new pace
 }
 
 // submit hands c to the engine, which keeps prompt and output until c has ended.
@@ -153,7 +168,7 @@ func (r *rank) submit(c *choice, prompt, output []uint32, priority int) error {
 	defer r.mu.Unlock()
 	r.lastID++
 	c.id = r.lastID
-	err := r.eng.Submit(engine.Request{ID: c.id, Prompt: prompt, Output: output, Priority: priority}, time.Now())
+	err := r.eng.Submit(engine.Request{ID: c.id, Prompt: prompt, Output: output, Priority: priority}, r.pace.engine(time.Now()))
 	if err == nil {
 		r.open[c.id] = c
 	}
@@ -169,7 +184,7 @@ func (r *rank) end(c *choice, whole bool) {
 	if !whole {
 		now := time.Now()
 		r.tellLocked(now)
-		r.eng.Abort(c.id, now)
+		r.eng.Abort(c.id, r.pace.engine(now))
 		r.tally.cut++
 		r.tally.undelivered += uint64(c.generated)
 		r.tally.afterLeaving += uint64(max(0, c.generated-c.had))

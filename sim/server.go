@@ -1,6 +1,12 @@
 // Package sim simulates inference workers: HTTP servers that speak like vLLM and take the time
 // that work on a GPU would take. What that time is says package engine; this package gives
 // each rank a clock, an OpenAI-style API and metrics.
+//
+// Faults can be asked for, to see what a client makes of them: POST /sim/fault sets one on a
+// worker, DELETE clears it, and the header X-Sim-Fault gives one to a single request. They are
+// made of the answer and its connection alone: what a request is to its engine does not
+// depend on them, except that an answer which breaks off aborts its sequences like a client
+// that leaves. docs/sim.md lists them.
 package sim
 
 import (
@@ -9,7 +15,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
-	"net/http"
 	"strconv"
 	"sync"
 	"time"
@@ -24,6 +29,8 @@ type Server struct {
 	log     *slog.Logger
 	started time.Time
 	workers []*worker
+
+	faulting sync.Mutex // held while faults are set or cleared; the first lock where there are more
 }
 
 // New makes the workers that cfg asks for, idle and with empty memory. Nothing runs yet.
@@ -32,8 +39,8 @@ func New(cfg Config, log *slog.Logger) (*Server, error) {
 		return nil, err
 	}
 	s := &Server{cfg: cfg, log: log, started: time.Now()}
-	for range cfg.Count {
-		w, err := newWorker(s)
+	for i := range cfg.Count {
+		w, err := newWorker(s, i)
 		if err != nil {
 			return nil, fmt.Errorf("sim: new worker: %w", err)
 		}
@@ -100,46 +107,4 @@ func port(ln net.Listener) int {
 		return a.Port
 	}
 	return 0
-}
-
-// serve answers requests on ln until ctx ends.
-func (w *worker) serve(ctx context.Context, ln net.Listener) error {
-	var conns sync.WaitGroup // net/http itself does not wait for the goroutines of closed ones
-	srv := &http.Server{
-		Handler:           w.routes(),
-		ReadHeaderTimeout: 10 * time.Second,
-		IdleTimeout:       5 * time.Minute,
-		BaseContext:       func(net.Listener) context.Context { return ctx },
-		ConnState: func(_ net.Conn, state http.ConnState) {
-			switch state {
-			case http.StateNew: // called by Serve, so no Add comes after it has returned
-				conns.Add(1)
-			case http.StateClosed:
-				conns.Done()
-			}
-		},
-		ErrorLog: slog.NewLogLogger(w.server.log.Handler(), slog.LevelDebug),
-	}
-	var err error
-	served := make(chan struct{})
-	go func() {
-		defer close(served)
-		err = srv.Serve(ln)
-	}()
-	select {
-	case <-served:
-	case <-ctx.Done():
-	}
-	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), unwind)
-	defer cancel()
-	if srv.Shutdown(last) != nil {
-		// A handler stands in a write to a client that does not read. Closing frees it.
-		_ = srv.Close()
-	}
-	<-served
-	conns.Wait()
-	if !errors.Is(err, http.ErrServerClosed) {
-		return fmt.Errorf("sim: serve: %w", err)
-	}
-	return nil
 }

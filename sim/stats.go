@@ -87,7 +87,7 @@ func (s *snapshot) merge(o *snapshot) {
 }
 
 // stats serves GET /sim/stats, the same on every worker of the process.
-func (s *Server) stats(rw http.ResponseWriter, _ *http.Request) {
+func (s *Server) stats(rw http.ResponseWriter, _ *http.Request) error {
 	type rankStats struct {
 		DPRank int `json:"dp_rank"`
 		figures
@@ -111,7 +111,7 @@ func (s *Server) stats(rw http.ResponseWriter, _ *http.Request) {
 		workers[i].figures = figuresOf(sum)
 		all.merge(sum)
 	}
-	_ = writeJSON(rw, http.StatusOK, struct {
+	return writeJSON(rw, http.StatusOK, struct {
 		figures
 		Workers []workerStats `json:"workers"`
 	}{figuresOf(all), workers})

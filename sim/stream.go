@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -25,6 +26,9 @@ type stream struct {
 	after      string // between the text and the finish reason
 	role       string // first event of a chat's choice, after its index
 	continuous bool   // usage in every event
+
+	hit  *hit // of a fault, or nil
+	left int  // tokens until it strikes; never 0 if it does not
 }
 
 func (c *call) newStream(rw http.ResponseWriter, f format) (*stream, error) {
@@ -36,7 +40,11 @@ func (c *call) newStream(rw http.ResponseWriter, f format) (*stream, error) {
 	if err != nil {
 		return nil, fmt.Errorf("sim: encode a model's name: %w", err)
 	}
-	s := &stream{call: c, rw: rw, flush: http.NewResponseController(rw).Flush}
+	s := &stream{call: c, rw: rw, left: -1}
+	if h, ok := rw.(*hit); ok {
+		s.rw, s.hit, s.left = h.ResponseWriter, h, h.fault.after()
+	}
+	s.flush = http.NewResponseController(s.rw).Flush
 	s.head = fmt.Appendf(nil, `data: {"id":%s,"object":"%s","created":%d,"model":%s,"choices":[`, id, f.object(true), c.created, model)
 	if f == chatFormat {
 		s.role = `,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]`
@@ -47,7 +55,8 @@ func (c *call) newStream(rw http.ResponseWriter, f format) (*stream, error) {
 	return s, nil
 }
 
-// stream answers with events until all choices have ended, or returns errCut.
+// stream answers with events until all choices have ended, or returns errCut, or
+// errEnded because of a fault.
 func (c *call) stream(rw http.ResponseWriter, r *http.Request, opts *streamOptions, f format) error {
 	s, err := c.newStream(rw, f)
 	if err != nil {
@@ -56,18 +65,8 @@ func (c *call) stream(rw http.ResponseWriter, r *http.Request, opts *streamOptio
 	withUsage := opts != nil && opts.IncludeUsage
 	s.continuous = withUsage && opts.ContinuousUsageStats
 	rw.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
-	if err := s.flush(); err != nil { // the head goes out before the first token, as vLLM's does
-		return fmt.Errorf("%w: %w", errCut, err)
-	}
-	for open := len(c.choices); open > 0; {
-		select {
-		case <-c.bell:
-		case <-r.Context().Done():
-			return errCut
-		}
-		if open, err = s.relay(); err != nil {
-			return err
-		}
+	if err := s.relayAll(r.Context()); err != nil {
+		return err
 	}
 	if withUsage {
 		u, err := json.Marshal(c.usage())
@@ -76,11 +75,38 @@ func (c *call) stream(rw http.ResponseWriter, r *http.Request, opts *streamOptio
 		}
 		s.buf = append(append(append(append(s.buf, s.head...), `],"usage":`...), u...), "}\n\n"...)
 	}
+	if s.hit != nil && s.hit.fault.kind.name == eof && s.hit.fault.after() < 0 {
+		return s.write()
+	}
 	s.buf = append(s.buf, "data: [DONE]\n\n"...)
 	if err := s.write(); err != nil {
 		return err
 	}
 	c.whole = true
+	return nil
+}
+
+// relayAll relays until all choices have ended.
+func (s *stream) relayAll(ctx context.Context) error {
+	if err := s.flush(); err != nil { // the head goes out before the first token, as vLLM's does
+		return fmt.Errorf("%w: %w", errCut, err)
+	}
+	if s.left == 0 {
+		if err := s.hit.strike(); err != nil {
+			return err
+		}
+	}
+	for open := len(s.call.choices); open > 0; {
+		select {
+		case <-s.call.bell:
+		case <-ctx.Done():
+			return errCut
+		}
+		var err error
+		if open, err = s.relay(); err != nil {
+			return err
+		}
+	}
 	return nil
 }
 
@@ -110,6 +136,11 @@ func (s *stream) relay() (open int, err error) {
 				}
 			}
 			ch.ended = last && reason != 0
+			if s.left--; s.left == 0 {
+				if err := s.strike(); err != nil {
+					return open, err
+				}
+			}
 		}
 		if reason != 0 && !ch.ended { // the end came after the last token
 			s.event(ch, false, reason, true)
@@ -120,6 +151,14 @@ func (s *stream) relay() (open int, err error) {
 		err = s.write()
 	}
 	return open, err
+}
+
+// strike lets the fault act after what has been said.
+func (s *stream) strike() error {
+	if err := s.write(); err != nil {
+		return err
+	}
+	return s.hit.strike()
 }
 
 // event appends the event of token ch.told, or of no token.

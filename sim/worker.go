@@ -9,15 +9,18 @@ import (
 // worker is one simulated engine process with its ranks.
 type worker struct {
 	server *Server
+	index  int
 	port   int // set once, by Run
 	ranks  []*rank
+	faults faults
+	door   door
 
 	mu       sync.Mutex // guards assigned; may be taken without, never with, a rank's lock
 	assigned []int      // per rank: sequences that were given to it and have not ended
 }
 
-func newWorker(s *Server) (*worker, error) {
-	w := &worker{server: s, assigned: make([]int, s.cfg.DPSize)}
+func newWorker(s *Server, index int) (*worker, error) {
+	w := &worker{server: s, index: index, assigned: make([]int, s.cfg.DPSize)}
 	for dp := range s.cfg.DPSize {
 		r, err := newRank(w, dp)
 		if err != nil {
@@ -30,23 +33,35 @@ func newWorker(s *Server) (*worker, error) {
 
 func (w *worker) routes() http.Handler {
 	mux := http.NewServeMux()
-	handle := func(pattern string, h func(http.ResponseWriter, *http.Request) error) {
+	for pattern, h := range map[string]handler{
+		"POST /v1/chat/completions": w.chat,
+		"POST /v1/completions":      w.completions,
+		"POST /v1/embeddings":       w.embeddings,
+	} {
+		mux.HandleFunc(pattern, w.faulty(inference, h))
+	}
+	for pattern, h := range map[string]handler{
+		"POST /tokenize": w.tokenize,
+		"GET /v1/models": w.models,
+		"GET /version":   version,
+		"GET /metrics":   w.metrics,
+	} {
+		mux.HandleFunc(pattern, w.faulty(other, h))
+	}
+	mux.HandleFunc("GET /health", w.faulty(probe, health))
+	mux.HandleFunc("GET /ping", w.faulty(probe, health))
+	for pattern, h := range map[string]handler{ // no fault keeps these from answering
+		"GET /sim/stats":    w.server.stats,
+		"GET /sim/fault":    w.server.faultStates,
+		"POST /sim/fault":   w.setFault,
+		"DELETE /sim/fault": w.clearFaults,
+	} {
 		mux.HandleFunc(pattern, func(rw http.ResponseWriter, r *http.Request) {
 			if err := h(rw, r); err != nil {
 				writeError(rw, err)
 			}
 		})
 	}
-	handle("POST /v1/chat/completions", w.chat)
-	handle("POST /v1/completions", w.completions)
-	handle("POST /v1/embeddings", w.embeddings)
-	handle("POST /tokenize", w.tokenize)
-	mux.HandleFunc("GET /v1/models", w.models)
-	mux.HandleFunc("GET /version", version)
-	mux.HandleFunc("GET /health", health)
-	mux.HandleFunc("GET /ping", health)
-	mux.HandleFunc("GET /sim/stats", w.server.stats)
-	mux.HandleFunc("GET /metrics", w.metrics)
 	return mux
 }
 
@@ -86,14 +101,14 @@ func (w *worker) rankHeader(r *http.Request) (int, error) {
 	return dp, nil
 }
 
-func health(http.ResponseWriter, *http.Request) {} // 200 with an empty body
+func health(http.ResponseWriter, *http.Request) error { return nil } // 200 with an empty body
 
-func version(rw http.ResponseWriter, _ *http.Request) {
+func version(rw http.ResponseWriter, _ *http.Request) error {
 	// The vLLM release whose answers these are like.
-	_ = writeJSON(rw, http.StatusOK, map[string]string{"version": "0.11.0+spillway.sim"})
+	return writeJSON(rw, http.StatusOK, map[string]string{"version": "0.11.0+spillway.sim"})
 }
 
-func (w *worker) models(rw http.ResponseWriter, _ *http.Request) {
+func (w *worker) models(rw http.ResponseWriter, _ *http.Request) error {
 	type model struct {
 		ID          string  `json:"id"`
 		Object      string  `json:"object"`
@@ -104,7 +119,7 @@ func (w *worker) models(rw http.ResponseWriter, _ *http.Request) {
 		MaxModelLen int     `json:"max_model_len"`
 	}
 	name := w.server.cfg.Model
-	_ = writeJSON(rw, http.StatusOK, struct {
+	return writeJSON(rw, http.StatusOK, struct {
 		Object string  `json:"object"`
 		Data   []model `json:"data"`
 	}{"list", []model{{name, "model", w.server.started.Unix(), "vllm", name, nil, w.server.cfg.MaxModelLen}}})

@@ -19,7 +19,22 @@ func newSim(p process) *cobra.Command {
 		Short: "Run simulated inference workers",
 		Long: `Runs workers that answer like vLLM, with made-up words, and are as slow as their settings
 say: prefill at a rate, decode steps that grow with the batch, a KV cache that fills up.
-GET /sim/stats tells what they did.`,
+GET /sim/stats tells what they did.
+
+They misbehave on request. POST /sim/fault sets a fault on a worker, GET lists and DELETE clears
+them, and the header X-Sim-Fault: NAME[;after_tokens=3] gives one to a single request:
+
+  of the worker         refuse (connections), slow, health-fail, health-ok (while frozen)
+  instead of an answer  freeze, reset, close, 429, 500, 502, 503, 503-overload, garbage
+  with the answer       both-lengths, oversized-header, silence, reset-stream, close-stream,
+                        freeze-stream, eof, garbage-framing, garbage-event, oversized-event,
+                        error-event
+
+  curl localhost:9001/sim/fault -d '{"fault":"429","count":10,"retry_after":2}'
+  curl localhost:9001/sim/fault -d '{"fault":"reset-stream","share":0.1,"after_tokens":5}'
+  curl -X DELETE localhost:9001/sim/fault
+
+More keys are worker, seconds, bytes, code and factor; docs/sim.md explains them.`,
 		Example: `  spillway sim                                   # one worker on port 9001
   spillway sim --count 4 --kv-blocks 2048        # four small ones on 9001 to 9004
   spillway sim --itl 20ms --prefill-tokens-per-second 8000 --speed 10`,
