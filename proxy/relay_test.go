@@ -216,6 +216,9 @@ func TestRetries(t *testing.T) {
 			if got := f.states(); got != tt.states {
 				t.Errorf("afterwards %s, want %s", got, tt.states)
 			}
+			if got := f.metric(`dynamo_tasks_issued_total{endpoint="chat_completions",model="m"}`); got != "1" {
+				t.Errorf("issued: %s, want 1 however many attempts there were", got)
+			}
 		})
 	}
 }

@@ -118,6 +118,28 @@ func TestFlush(t *testing.T) {
 	}
 }
 
+// TestTornLineEnd has the last LF of a stream that lacks its [DONE] come on its own.
+func TestTornLineEnd(t *testing.T) {
+	next := make(chan struct{})
+	torn := strings.TrimSuffix(crlf(ended), "\n")
+	s := newScript(t, func(c *conn, _ received) {
+		c.say(streamHead + chunk(torn))
+		<-next
+		c.say(chunk("\n") + chunk(""))
+	})
+	f := begin(t, setup{}, served("w", s))
+	c := f.dial()
+	c.post(streamBody)
+	c.head()
+	if got, err := c.chunk(); got != torn || err != nil { // a CR ends a line too
+		t.Errorf("first %q, %v, want %q", got, err, torn)
+	}
+	next <- struct{}{}
+	if got, err := c.chunk(); got != "\n"+done || err != nil {
+		t.Errorf("then %q, %v, want the LF and [DONE]", got, err)
+	}
+}
+
 // TestCommit checks when the client gets its head: with the first event, or with the worker's.
 func TestCommit(t *testing.T) {
 	next := make(chan struct{})
