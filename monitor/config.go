@@ -3,6 +3,9 @@ package monitor
 import (
 	"errors"
 	"fmt"
+	"net/url"
+	"slices"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -11,11 +14,13 @@ import (
 type Config struct {
 	ScrapeInterval        time.Duration `koanf:"scrape-interval" usage:"time between looks at a worker's /metrics (0: never)"`
 	ScrapeTimeout         time.Duration `koanf:"scrape-timeout" usage:"how long a worker may take to answer; never more than the interval is used"`
-	Engine                string        `koanf:"engine" usage:"whose metric names to expect from workers that do not say: auto or vllm"`
+	Engine                string        `koanf:"engine" usage:"whose metric names to expect from workers that do not say: auto, vllm, sglang or trtllm"`
 	EnginePrefillEstimate bool          `koanf:"engine-prefill-estimate" usage:"also estimate the prompt tokens queued in an engine, from its waiting requests"`
 	HealthInterval        time.Duration `koanf:"health-interval" usage:"time between health probes of a worker (0: never)"`
 	HealthTimeout         time.Duration `koanf:"health-timeout" usage:"how long a health probe may take"`
 	HealthPath            string        `koanf:"health-path" usage:"path of the health probe on the worker; any 2xx passes"`
+	EventPlane            string        `koanf:"event-plane" dyn:"DYN_EVENT_PLANE" usage:"where load events of workers and other routers come from: off or zmq"`
+	EventEndpoints        []string      `koanf:"event-endpoints" usage:"publishers of load events, tcp://host:port each, for event-plane zmq"`
 }
 
 // DefaultConfig scrapes each second and probes every five.
@@ -27,6 +32,7 @@ func DefaultConfig() Config {
 		HealthInterval: 5 * time.Second,
 		HealthTimeout:  2 * time.Second,
 		HealthPath:     "/health",
+		EventPlane:     "off",
 	}
 }
 
@@ -50,13 +56,59 @@ func (c Config) Validate() error {
 	if c.HealthTimeout <= 0 {
 		errs = append(errs, fmt.Errorf("health-timeout: %v is not above 0", c.HealthTimeout))
 	}
-	if c.Engine != "auto" && c.Engine != "vllm" {
-		errs = append(errs, fmt.Errorf("engine: %q is neither auto nor vllm", c.Engine))
+	switch c.Engine {
+	case "auto", "vllm", "sglang", "trtllm":
+	case "custom":
+		errs = append(errs, errors.New("engine: custom needs a mapping, so it is set with it, for each worker in the file"))
+	default:
+		errs = append(errs, fmt.Errorf("engine: %q is none of auto, vllm, sglang and trtllm", c.Engine))
 	}
 	if !strings.HasPrefix(c.HealthPath, "/") {
 		errs = append(errs, fmt.Errorf("health-path: %q does not begin with /", c.HealthPath))
 	}
-	return errors.Join(errs...)
+	return errors.Join(append(errs, c.checkEvents())...)
+}
+
+// maxEndpoints bounds the publishers of load events.
+const maxEndpoints = 1024
+
+func (c Config) checkEvents() error {
+	switch c.EventPlane {
+	case "off":
+		return nil // endpoints may stay in the file
+	case "zmq":
+	case "nats":
+		return errors.New("event-plane: nats is not built in; use zmq or off")
+	default:
+		return fmt.Errorf("event-plane: %q is neither off nor zmq", c.EventPlane)
+	}
+	switch {
+	case len(c.EventEndpoints) == 0:
+		return errors.New("event-endpoints: event-plane zmq needs at least one, such as tcp://gpu1:5560")
+	case len(c.EventEndpoints) > maxEndpoints:
+		return fmt.Errorf("event-endpoints: %d are more than %d", len(c.EventEndpoints), maxEndpoints)
+	}
+	for i, e := range c.EventEndpoints {
+		if err := checkEndpoint(e); err != nil {
+			return fmt.Errorf("event-endpoints: %w", err)
+		}
+		if slices.Contains(c.EventEndpoints[:i], e) {
+			return fmt.Errorf("event-endpoints: %s is listed twice, so its load would be counted twice", e)
+		}
+	}
+	return nil
+}
+
+func checkEndpoint(e string) error {
+	u, err := url.Parse(e)
+	if err != nil {
+		return fmt.Errorf("%q: %w", e, err)
+	}
+	port, err := strconv.ParseUint(u.Port(), 10, 16)
+	if u.Scheme != "tcp" || u.Hostname() == "" || u.Hostname() == "*" || e != "tcp://"+u.Host || err != nil || port == 0 {
+		return fmt.Errorf("%q is not of the form tcp://host:port", e)
+	}
+	return nil
 }
 
 // StaleAfter is the age at which samples taken at the scrape interval may be called stale:

@@ -52,12 +52,23 @@ func Skim(body []byte) (n int) {
 type Reader struct {
 	Worker   worker.Worker
 	Estimate bool
+	At       int // place
+	Server   string
 	history  history
+	where    whereabouts
 }
 
 // Read is what the scrape loop does with a page that has come in.
 func (r *Reader) Read(body string, sent time.Time) (s []busy.Sample, restarted, invalid, asleep bool) {
-	p := readVLLM(bytes.Clone([]byte(body)))
+	if r.Worker.Engine == "" {
+		r.Worker.Engine, r.Worker.Endpoint, r.Worker.MetricsURL = "auto", "http://w", "http://w/metrics"
+	}
+	r.where.prepare(&r.Worker, "auto")
+	r.where.at = r.At
+	if r.Server != "" {
+		r.history.server, _ = readServerInfo([]byte(r.Server))
+	}
+	p, _ := r.where.read(bytes.Clone([]byte(body)))
 	restarted = r.history.restarted(p)
 	return r.history.samples(p, &r.Worker, sent, r.Estimate), restarted, p.invalid, p.asleep
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"mime"
 	"net"
 	"net/http"
 	"sync"
@@ -67,7 +68,14 @@ func (g *getter) get(ctx context.Context, url, key, accept string, use func(body
 	defer resp.Body.Close()
 	if resp.StatusCode < 200 || resp.StatusCode > 299 {
 		io.CopyN(io.Discard, resp.Body, 64<<10) // so that the connection can be used again
-		return &failure{reasonStatus, fmt.Errorf("%s answered %s", url, resp.Status)}
+		err := fmt.Errorf("%s answered %s", url, resp.Status)
+		if resp.StatusCode == http.StatusNotFound {
+			err = fmt.Errorf("%w: %w", err, errNotHere)
+		}
+		return &failure{reasonStatus, err}
+	}
+	if accept == acceptText && isJSON(resp.Header.Get("Content-Type")) {
+		return &failure{reasonMissing, fmt.Errorf("%s answered JSON: %w", url, errNotHere)} // unread
 	}
 	body := g.buffers.Get().(*bytes.Buffer)
 	body.Reset()
@@ -84,6 +92,14 @@ func (g *getter) get(ctx context.Context, url, key, accept string, use func(body
 		return &failure{reasonOf(err), err}
 	}
 	return use(body.Bytes(), err == nil)
+}
+
+// errNotHere is that what was asked for is not to be found under that path.
+var errNotHere = errors.New("it is not to be found here")
+
+func isJSON(contentType string) bool {
+	kind, _, err := mime.ParseMediaType(contentType)
+	return err == nil && kind == "application/json"
 }
 
 // reasonOf tells a worker that is too slow from one that is not there.

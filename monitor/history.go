@@ -14,10 +14,12 @@ type history struct {
 	start    float64
 	counters map[uint64]float64
 	ranks    map[uint32]*rankHistory // by the engine's label
+	server   serverInfo              // what the server told beside its pages
 }
 
 type rankHistory struct {
 	total   uint64 // KV blocks, for pages that leave them out; 0: never said
+	size    uint64 // tokens per block, likewise
 	prompts promptLog
 }
 
@@ -54,6 +56,7 @@ func (h *history) samples(p page, w *worker.Worker, sent time.Time, estimate boo
 	for i := range p.ranks {
 		r := &p.ranks[i]
 		had := h.ranks[r.dp]
+		h.inBlocks(r, had, w)
 		total := r.total
 		if total == 0 || p.truncated && had.total > 0 {
 			// Part of a page shows part of the engines, and the division would be wrong.
@@ -65,26 +68,56 @@ func (h *history) samples(p page, w *worker.Worker, sent time.Time, estimate boo
 		}
 		s := busy.Sample{
 			Rank: worker.Rank{Worker: w.ID, DP: r.dp}, Source: busy.Scrape, TakenAt: sent,
-			KVUsageRatio: r.ratio, Running: r.running, Waiting: r.waiting,
+			KVUsageRatio: r.ratio, Running: r.running, Waiting: r.waiting, PrefillTokens: r.prefill,
 		}
 		if total > 0 {
-			s.KVTotalBlocks = &total
-			if used, ok := usedBlocks(r.ratio, total); ok {
+			s.KVTotalBlocks, s.KVUsedBlocks = &total, r.used
+			if used, ok := usedBlocks(r.ratio, total); ok && r.used == nil {
 				s.KVUsedBlocks = &used
 			}
 		}
 		if r.blockSize > 0 {
 			s.BlockSize = &r.blockSize
 		}
-		if s.KVUsageRatio == nil && s.KVTotalBlocks == nil && s.Running == nil && s.Waiting == nil {
+		if s.KVUsageRatio == nil && s.KVTotalBlocks == nil && s.Running == nil && s.Waiting == nil && s.PrefillTokens == nil {
 			continue
 		}
-		if estimate && r.waiting != nil {
+		if m := h.server.batchedTokens; m > 0 {
+			s.MaxNumBatchedTokens = &m
+		} else if h.server.told {
+			s.MaxNumBatchedTokens = r.totalTokens
+		}
+		if estimate && r.prefill == nil && r.waiting != nil {
 			s.PrefillTokens = new(had.prompts.estimate(*r.waiting, r, sent))
 		}
 		out = append(out, s)
 	}
 	return out
+}
+
+// inBlocks makes blocks of what an engine counts in tokens; where the size of a block is not
+// known, a fraction.
+func (h *history) inBlocks(r *rankPage, had *rankHistory, w *worker.Worker) {
+	if r.blockSize == 0 {
+		r.blockSize = max(had.size, h.server.pageSize)
+	}
+	had.size = r.blockSize
+	size := uint64(w.BlockSize)
+	if size == 0 {
+		size = r.blockSize
+	}
+	blocks := func(tokens uint64) uint64 { return (tokens + size - 1) / size }
+	if size > 0 {
+		if r.totalTokens != nil && r.total == 0 {
+			r.total = blocks(*r.totalTokens)
+		}
+		if r.usedTokens != nil && r.used == nil {
+			r.used = new(blocks(*r.usedTokens))
+		}
+	}
+	if r.ratio == nil && r.usedTokens != nil && r.totalTokens != nil && *r.totalTokens > 0 {
+		r.ratio = new(float64(*r.usedTokens) / float64(*r.totalTokens))
+	}
 }
 
 // keep makes room for the ranks of p and forgets all others, so that a page with ever new

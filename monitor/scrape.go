@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"spillway/busy"
@@ -17,12 +18,15 @@ const (
 	idleStreak   = 3 // pages in a row that say nothing is running
 )
 
-// scraper is the loop that looks at one worker's metrics page.
+// scraper is the loop that looks at one worker's load.
 type scraper struct {
 	m        *KvWorkerMonitor
 	w        *watch
+	where    whereabouts
 	history  history
-	failures int // in a row
+	hinted   bool      // that its metrics page is missing has been logged
+	askAgain time.Time // when the server may be asked again for what its pages leave out
+	failures int       // in a row
 	problem  bool
 	idle     map[uint32]int // pages in a row on which the rank had nothing to do
 }
@@ -64,36 +68,96 @@ func spread(id worker.ID, interval time.Duration) time.Duration {
 func (s *scraper) scrape(ctx context.Context, record *worker.Worker, sent time.Time) {
 	limit, cancel := context.WithTimeout(ctx, min(s.m.cfg.ScrapeTimeout, s.m.cfg.ScrapeInterval))
 	defer cancel()
-	err := s.m.get.get(limit, record.MetricsURL, record.APIKey, "text/plain", func(body []byte, whole bool) error {
-		return s.take(body, whole, record, sent)
-	})
+	s.where.prepare(record, s.m.cfg.Engine)
+	var err error
+	for range len(s.where.places) {
+		at := s.where.place()
+		nothing := s.m.get.get(limit, at.url, record.APIKey, at.accept, func(body []byte, whole bool) error {
+			return s.take(body, whole, record, sent)
+		})
+		if err == nil || !errors.Is(nothing, errNotHere) {
+			err = nothing
+		}
+		if !errors.Is(nothing, errNotHere) {
+			break
+		}
+		if s.where.notHere(nothing) {
+			err = s.explain(err)
+			break
+		}
+	}
 	if ctx.Err() != nil {
 		return // forgotten meanwhile: what failed then is not the worker's fault
 	}
 	s.w.metrics.duration.Observe(time.Since(sent).Seconds())
 	s.account(record, err)
+	if err == nil && s.where.speaks == sglangLoads && !s.hinted {
+		s.hinted = true
+		s.m.log.Info("worker has no metrics page, /v1/loads is read instead: "+sglangHint, "worker", record.Name)
+	}
+	if s.where.asksServer() && !sent.Before(s.askAgain) {
+		s.askServer(ctx, record, sent)
+	}
+}
+
+// explain adds to the finding that there is nothing to be read what most often helps.
+func (s *scraper) explain(err error) error {
+	for _, p := range s.where.places {
+		if slices.Contains(p.dialects, sglangLoads) {
+			return fmt.Errorf("%w; neither is there anything else to go by (%s)", err, sglangHint)
+		}
+	}
+	return err
+}
+
+const (
+	askedInterval   = 5 * time.Minute  // after an answer
+	unaskedInterval = 10 * time.Second // after none
+)
+
+// askServer asks for what is not on the pages. Without an answer the checks that need it are
+// left out, so nothing is logged or counted.
+func (s *scraper) askServer(ctx context.Context, record *worker.Worker, now time.Time) {
+	limit, cancel := context.WithTimeout(ctx, s.m.cfg.ScrapeTimeout)
+	defer cancel()
+	s.askAgain = now.Add(unaskedInterval)
+	err := s.m.get.get(limit, record.Endpoint+"/get_server_info", record.APIKey, acceptJSON, func(body []byte, whole bool) error {
+		info, err := readServerInfo(body)
+		if err == nil {
+			s.history.server = info
+		}
+		return err
+	})
+	if errors.Is(err, errNotHere) {
+		s.history.server.told = true
+	}
+	if err == nil || errors.Is(err, errNotHere) {
+		s.askAgain = now.Add(askedInterval)
+	}
 }
 
 // take hands a page to the busy list. An error that is partial means that the page was of use
 // nevertheless.
 func (s *scraper) take(body []byte, whole bool, record *worker.Worker, sent time.Time) error {
-	p := readVLLM(body)
+	url := s.where.place().url
+	p, usageName := s.where.read(body)
 	if !whole {
 		p.truncated, p.invalid = true, true
 	}
 	if p.truncated && len(p.ranks) < len(s.history.ranks) {
 		// Which ranks are left out would decide what the others' labels mean.
-		return &failure{reasonParse, fmt.Errorf("%s ended early", record.MetricsURL)}
+		return &failure{reasonParse, fmt.Errorf("%s ended early", url)}
 	}
 	restarted := s.history.restarted(p)
 	if restarted {
 		s.m.log.Info("worker was restarted: its earlier numbers are dropped", "worker", record.Name)
 		clear(s.idle)
+		s.askAgain = time.Time{}
 	}
 	samples := s.history.samples(p, record, sent, s.m.cfg.EnginePrefillEstimate)
 	usage := false
 	for i := range samples {
-		usage = usage || samples[i].KVUsageRatio != nil
+		usage = usage || samples[i].KVUsageRatio != nil || samples[i].KVUsedBlocks != nil
 	}
 	if len(samples) > 0 || restarted {
 		s.w.scraped(samples, restarted, p.asleep, time.Now())
@@ -101,10 +165,10 @@ func (s *scraper) take(body []byte, whole bool, record *worker.Worker, sent time
 	}
 	switch {
 	case p.invalid:
-		return &failure{reasonParse, partial(len(samples) > 0, "%s has unusable lines", record.MetricsURL)}
+		return &failure{reasonParse, partial(len(samples) > 0, "%s has unusable values", url)}
 	case !usage:
 		return &failure{reasonMissing, partial(len(samples) > 0,
-			"%s has no vllm:kv_cache_usage_perc; is this a vLLM server's metrics page?", record.MetricsURL)}
+			"%s has no %s", url, usageName)}
 	}
 	return nil
 }

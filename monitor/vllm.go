@@ -72,15 +72,20 @@ type page struct {
 	counters  map[uint64]float64
 	invalid   bool // something wanted was malformed, not finite, negative or too much
 	truncated bool // the page ended inside a line
+	known     bool // something wanted was there, sound or not
 }
 
 // rankPage is one rank's part of a page. Nil and 0 are: not said.
 type rankPage struct {
 	dp                     uint32
 	ratio                  *float64 // KV cache in use, 0 to 1
+	used                   *uint64  // KV blocks in use
 	total                  uint64   // KV blocks of this rank
+	usedTokens             *uint64  // for engines that count tokens instead of blocks
+	totalTokens            *uint64  // the same
 	blockSize              uint64   // tokens per block
 	running, waiting       *uint64  // requests
+	prefill                *uint64  // prompt tokens that wait for prefill
 	promptSum, promptCount *uint64  // tokens, requests: of all finished ones
 }
 
@@ -121,6 +126,7 @@ func readVLLM(body []byte) page {
 	}
 	sc := scanner{rest: body, name: vllmName}
 	for s, ok := sc.next(); ok; s, ok = sc.next() {
+		r.known = r.known || s.metric != processStart
 		if r.seen++; r.seen > maxSeries || !r.add(s) {
 			r.invalid = true
 		}
@@ -128,6 +134,7 @@ func readVLLM(body []byte) page {
 			break
 		}
 	}
+	r.known = r.known || sc.malformed > 0
 	r.invalid = r.invalid || sc.malformed > 0 || sc.truncated
 	r.truncated = sc.truncated
 	r.asleep = r.slept && !r.awake
@@ -178,12 +185,8 @@ func (r *vllmReader) add(s series) bool {
 
 // engineOf is the rank that a series is about: 0 if it names none.
 func engineOf(s series) (uint32, bool) {
-	label, ok := s.label("engine")
-	if !ok || len(label) == 0 {
-		return 0, true
-	}
-	dp, err := strconv.ParseUint(string(label), 10, 32)
-	return uint32(dp), err == nil && dp < worker.AnyDP
+	label, _ := s.label("engine")
+	return parseRank(label)
 }
 
 func (r *vllmReader) know(dp uint32) bool {
@@ -201,21 +204,26 @@ func (r *vllmReader) count(s series, dp uint32) bool {
 		return false
 	}
 	model, _ := s.label("model_name")
-	c := r.counts[countKey{s.metric, dp, string(model)}]
-	if c == nil {
-		c = &count{}
-		r.counts[countKey{s.metric, dp, string(model)}] = c
+	key := countKey{s.metric, dp, string(model)}
+	if r.counts[key] == nil {
+		r.counts[key] = &count{}
 	}
+	r.counts[key].add(s)
+	return true
+}
+
+// add takes one more series of the count. The series with an empty priority, or none, is the
+// total over priorities.
+func (c *count) add(s series) {
 	priority, _ := s.label("priority")
 	if len(priority) == 0 {
 		c.total, c.hasTotal = max(c.total, s.value), true
-		return true
+		return
 	}
 	if c.byPriority == nil {
 		c.byPriority = map[string]float64{}
 	}
 	c.byPriority[string(priority)] = max(c.byPriority[string(priority)], s.value)
-	return true
 }
 
 // info takes the capacity out of the labels. The word None stands for what vLLM does not
