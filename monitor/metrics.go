@@ -14,15 +14,39 @@ const (
 	reasonMissing = "missing_metric" // the KV cache usage was not there
 )
 
-// metrics are the monitor's own series, by worker name.
+// Why a message of the event plane was dropped.
+const (
+	droppedFrames   = "frames"         // not the frames of an event
+	droppedTopic    = "topic"          // another topic
+	droppedVersion  = "version"        // of the binary frame, unknown
+	droppedEnvelope = "envelope"       // malformed
+	droppedIdentity = "identity"       // frames and envelope disagree
+	droppedPayload  = "payload"        // malformed
+	droppedWorker   = "unknown_worker" // not watched, or its models are not known yet
+	droppedRank     = "unknown_rank"   // the worker has no such rank
+	droppedRoom     = "no_room"        // more publishers than are kept apart
+)
+
+// metrics are the monitor's own series, those of scrapes by worker name.
 type metrics struct {
+	received prometheus.Counter
+	dropped  map[string]prometheus.Counter // by reason
 	duration *prometheus.HistogramVec
 	errors   *prometheus.CounterVec
 }
 
 func newMetrics(reg prometheus.Registerer) *metrics {
 	f := promauto.With(reg)
-	return &metrics{
+	dropped := f.NewCounterVec(prometheus.CounterOpts{
+		Name: "spillway_event_dropped_total",
+		Help: "Messages of the event plane that were not used.",
+	}, []string{"reason"})
+	m := &metrics{
+		dropped: map[string]prometheus.Counter{},
+		received: f.NewCounter(prometheus.CounterOpts{
+			Name: "spillway_event_received_total",
+			Help: "Messages of the event plane, dropped ones included.",
+		}),
 		duration: f.NewHistogramVec(prometheus.HistogramOpts{
 			Name:    "spillway_scrape_duration_seconds",
 			Help:    "Time that a look at a worker's metrics page took, failed ones included.",
@@ -33,6 +57,13 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 			Help: "Looks at a worker's metrics page that brought nothing, or less than they should have.",
 		}, []string{"worker", "reason"}),
 	}
+	for _, reason := range []string{
+		droppedFrames, droppedTopic, droppedVersion, droppedEnvelope, droppedIdentity, droppedPayload,
+		droppedWorker, droppedRank, droppedRoom,
+	} {
+		m.dropped[reason] = dropped.WithLabelValues(reason)
+	}
+	return m
 }
 
 // scrapeMetrics are one worker's children, resolved once.

@@ -1,6 +1,6 @@
 // Package monitor listens to workers and writes what it learns into core state: their load
-// and capacity from their metrics pages, whether they are healthy, and which models they
-// serve.
+// and capacity from their metrics pages and from load events, whether they are healthy, and
+// which models they serve.
 package monitor
 
 import (
@@ -70,14 +70,15 @@ func (m *KvWorkerMonitor) Watch(w *worker.Worker, list *busy.List) {
 	defer m.mu.Unlock()
 	defer m.poke()
 	old := m.watches[w.ID]
+	var promised shares
 	if old != nil {
 		if old.takeOver(w, list) {
 			return
 		}
-		old.forget()
+		promised = old.forget() // the list keeps it too
 	}
 	m.watches[w.ID] = &watch{
-		id: w.ID, metrics: m.metrics.of(w.Name), record: w, list: list, learns: list == nil,
+		id: w.ID, metrics: m.metrics.of(w.Name), record: w, list: list, learns: list == nil, shares: promised,
 	}
 	if old != nil {
 		m.dropLocked(old)
@@ -147,6 +148,9 @@ func (m *KvWorkerMonitor) Run(ctx context.Context) error {
 
 	started := map[worker.ID]running{}
 	lists := m.reconcile(ctx, started, &loops)
+	if m.cfg.EventPlane == "zmq" {
+		loops.Go(func() { m.listen(ctx) })
+	}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	var outage outageLog

@@ -3,10 +3,12 @@ package monitor
 import (
 	"context"
 	"reflect"
+	"slices"
 	"sync"
 	"time"
 
 	"spillway/busy"
+	"spillway/wire"
 	"spillway/worker"
 )
 
@@ -24,6 +26,9 @@ type watch struct {
 	learns bool           // the names are the worker's own, not the operator's
 	naming *worker.Worker // the record that is being registered by this monitor, or nil
 	gone   bool
+
+	labels []uint32 // of the ranks on the last good page, ascending
+	shares shares   // what other routers have promised the worker
 
 	asleep    bool // by its metrics page
 	unhealthy bool // by its probes
@@ -58,8 +63,64 @@ func (w *watch) scraped(samples []busy.Sample, restarted, asleep bool, now time.
 		return
 	}
 	w.list.Scraped(w.id, samples, restarted, now)
+	w.labels = w.labels[:0]
+	for i := range samples {
+		w.labels = append(w.labels, samples[i].Rank.DP)
+	}
 	w.asleep = asleep
 	w.tellLocked(false, now)
+}
+
+// heard writes a load event into the list. It returns why it did not, or "".
+func (w *watch) heard(e wire.LoadEvent, now time.Time) (dropped string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.gone || w.list == nil {
+		return droppedWorker
+	}
+	dp, ok := w.rankLocked(e.Rank.DP)
+	if !ok {
+		return droppedRank
+	}
+	decodeBlocks, prefillTokens, ok := w.shares.add(e, dp, now)
+	if !ok {
+		return droppedRoom
+	}
+	w.list.Observe(busy.Sample{
+		Rank: worker.Rank{Worker: w.id, DP: dp}, Source: busy.Event, TakenAt: now,
+		DecodeBlocks: decodeBlocks, PrefillTokens: prefillTokens, KVUsedBlocks: e.KVUsedBlocks,
+	}, now)
+	return ""
+}
+
+// rankLocked is the label under which the list knows the rank of an event, or false if the
+// worker has no such rank: an event must not make one up, because an idle rank that is not
+// there would keep the worker from ever being busy.
+func (w *watch) rankLocked(dp uint32) (uint32, bool) {
+	switch r := w.record; {
+	case r.DPSize > 0:
+		return dp, dp >= r.DPStart && dp-r.DPStart < r.DPSize
+	case len(w.labels) == 0: // not scraped, so events alone tell what ranks there are
+		return dp, true
+	case len(w.labels) == 1: // a single rank, whatever it is called
+		return w.labels[0], true
+	}
+	_, ok := slices.BinarySearch(w.labels, dp)
+	return dp, ok
+}
+
+// expire ends what publishers have promised that are not heard of any more.
+func (w *watch) expire(now time.Time) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.gone || w.list == nil {
+		return
+	}
+	for _, s := range w.shares.expire(w.id, now) {
+		if dp, ok := w.rankLocked(s.Rank.DP); ok && dp == s.Rank.DP { // it is still there
+			w.list.Observe(s, now)
+		}
+	}
 }
 
 // probed takes the verdict of the health probes; answered is that the last one passed.
@@ -141,10 +202,12 @@ func (w *watch) adoptLocked(record *worker.Worker, list *busy.List) {
 	}
 }
 
-func (w *watch) forget() {
+// forget ends the watch and returns what a watch in its place has to carry on.
+func (w *watch) forget() shares {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.gone = true
+	return w.shares
 }
 
 // running is a watch whose loops have been started.
