@@ -1,7 +1,10 @@
 package sim
 
 import (
+	"context"
 	"encoding/json"
+	"log/slog"
+	"sync"
 	"time"
 )
 
@@ -50,4 +53,39 @@ func (p *Pace) When(t time.Time) time.Time { return p.p.when(t) }
 // Change makes everything take factor times as long from now until then.
 func (p *Pace) Change(now time.Time, factor float64, until time.Time) {
 	p.p = p.p.change(now, factor, until)
+}
+
+// SlowedRank runs a rank of cfg for one sequence, whose work takes factor times as long from
+// its start until then, and again as before after that. It returns how long the sequence took.
+func SlowedRank(ctx context.Context, cfg Config, tokens int, factor float64, until time.Duration) (time.Duration, error) {
+	s, err := New(cfg, slog.New(slog.DiscardHandler))
+	if err != nil {
+		return 0, err
+	}
+	ctx, stop := context.WithCancel(ctx)
+	var running sync.WaitGroup
+	defer running.Wait()
+	defer stop()
+	r := s.workers[0].ranks[0]
+	running.Go(func() { r.run(ctx) })
+	start := time.Now()
+	r.setPace(start, factor, start.Add(until))
+	time.Sleep(time.Second) // so that the engine is behind when the sequence comes
+	start = start.Add(time.Second)
+	bell := make(chan struct{}, 1)
+	c := &choice{rank: r, prompt: 1, bell: bell}
+	if err := r.submit(c, []uint32{7}, make([]uint32, tokens), 0); err != nil {
+		return 0, err
+	}
+	for {
+		select {
+		case <-bell:
+		case <-ctx.Done():
+			return 0, ctx.Err()
+		}
+		if _, reason := c.state(); reason != 0 {
+			r.end(c, true)
+			return time.Since(start), nil
+		}
+	}
 }

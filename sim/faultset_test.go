@@ -296,6 +296,14 @@ func TestRefuse(t *testing.T) {
 	if got := codes(t, urls[1], 1); got != "200" {
 		t.Errorf("then it answers %s, want 200", got)
 	}
+	again := dial(t, urls[1])
+	defer again.Close()
+	if _, err := io.WriteString(again, "GET /health HTTP/1.1\r\nHost: sim\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	if got, end := drain(t, again, 150*time.Millisecond); end != staysSilent {
+		t.Errorf("then got %q, %s; want a connection kept", got, end)
+	}
 	for range 20 { // as fast as it goes
 		set(t, urls[0], `{"fault":"refuse","worker":1}`)
 		unset(t, urls[0], "?worker=1")

@@ -2,6 +2,7 @@ package sim_test
 
 import (
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"pgregory.net/rapid"
@@ -69,4 +70,28 @@ func TestPaceProperties(t *testing.T) {
 			}
 		}
 	})
+}
+
+// In a bubble time passes only while all sleep: a rank that looks again and again instead of
+// sleeping until the right moment never ends.
+func TestSlowedRank(t *testing.T) {
+	cfg := sim.DefaultConfig() // 50 µs for the prompt's token, 10 ms for each after the first
+	const alone = 50*time.Microsecond + 10*10*time.Millisecond
+	for _, tt := range []struct {
+		factor      float64
+		until, want time.Duration
+	}{
+		{1, time.Hour, alone},
+		{3, time.Hour, 3 * alone},
+		{1000, time.Hour, 1000 * alone},
+		{4, 1200 * time.Millisecond, 200*time.Millisecond + alone - 50*time.Millisecond}, // 200 ms for 50, then as ever
+		{1000, time.Second / 2, alone}, // over before it came
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			got, err := sim.SlowedRank(t.Context(), cfg, 11, tt.factor, tt.until)
+			if off := got - tt.want; err != nil || off < -time.Microsecond || off > time.Microsecond {
+				t.Errorf("SlowedRank(%v, %v) = %v, %v, want %v", tt.factor, tt.until, got, err, tt.want)
+			}
+		})
+	}
 }

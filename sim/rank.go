@@ -58,8 +58,8 @@ type choice struct {
 }
 
 // state is how many tokens there are, and why these are all or 0.
-func (c *choice) state() (generated int, reason engine.Reason) {
-	p := c.progress.Load()
+func (ch *choice) state() (generated int, reason engine.Reason) {
+	p := ch.progress.Load()
 	return int(p >> 8), engine.Reason(p & 0xff)
 }
 
