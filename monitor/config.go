@@ -70,7 +70,7 @@ func (c Config) Validate() error {
 }
 
 // maxEndpoints bounds the publishers of load events.
-const maxEndpoints = 1024
+const maxEndpoints = 256
 
 func (c Config) checkEvents() error {
 	switch c.EventPlane {

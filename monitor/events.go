@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"syscall"
+	"strconv"
 	"time"
 
 	zmq "github.com/pebbe/zmq4"
@@ -15,27 +15,17 @@ import (
 )
 
 const (
-	receiveTimeout  = 100 * time.Millisecond // after which the end of Run is looked for
-	receiveQueue    = 4096                   // messages kept per publisher before they are lost
-	maxFrameBytes   = 64 << 10               // a publisher that sends more is cut off by libzmq
-	firstReconnect  = 100 * time.Millisecond // doubled up to lastReconnect
-	lastReconnect   = 5 * time.Second
-	expireInterval  = time.Second
-	keepaliveIdle   = 10 // seconds until the first of the probes of a silent connection
-	keepaliveEvery  = 5  // seconds
-	keepaliveProbes = 3
+	pollTimeout    = 100 * time.Millisecond // after which the end of Run and lost connections are looked for
+	expireInterval = time.Second
 )
 
-// listen takes in load events until ctx ends. The loss of a connection is libzmq's business;
-// only a socket that cannot be had is noticed here.
+// listen takes in load events until ctx ends. Publishers may come and go; only sockets that
+// cannot be had are a problem.
 func (m *KvWorkerMonitor) listen(ctx context.Context) {
 	problem := ""
 	told := map[string]bool{}
 	for retry := firstRetry; ; retry = min(2*retry, lastRetry) {
 		err := m.receive(ctx, told)
-		if ctx.Err() != nil {
-			return
-		}
 		if err != nil && err.Error() != problem {
 			problem = err.Error()
 			m.log.Error("load events cannot be received", "err", err)
@@ -46,32 +36,38 @@ func (m *KvWorkerMonitor) listen(ctx context.Context) {
 	}
 }
 
-// receive takes in load events until ctx ends or the socket fails. Nothing of libzmq is left when it
-// returns. Reasons for dropping events that have been logged are kept in told.
+// receive takes in load events until ctx ends or a socket fails. Nothing of libzmq is left when
+// it returns. Reasons for dropping events that have been logged are kept in told.
 func (m *KvWorkerMonitor) receive(ctx context.Context, told map[string]bool) (err error) {
 	zctx, err := zmq.NewContext()
 	if err != nil {
 		return fmt.Errorf("monitor: starting libzmq: %w", err)
 	}
 	defer func() { err = errors.Join(err, zctx.Term()) }()
-	soc, err := zctx.NewSocket(zmq.SUB)
-	if err != nil {
-		return fmt.Errorf("monitor: making a socket: %w", err)
+	subs := make([]*subscription, len(m.cfg.EventEndpoints))
+	for i, e := range m.cfg.EventEndpoints {
+		subs[i] = &subscription{endpoint: e}
+		defer func() { err = errors.Join(err, subs[i].close()) }()
 	}
-	defer func() { err = errors.Join(err, soc.Close()) }()
-	if err := subscribe(soc, m.cfg.EventEndpoints); err != nil {
-		return err
+	const socketsEach = 4 // the subscription's two, and libzmq's own end of the second
+	if err := zctx.SetMaxSockets(socketsEach * (len(subs) + 1)); err != nil {
+		return fmt.Errorf("monitor: starting libzmq: %w", err)
 	}
-	var expired time.Time
+	l := listener{m: m, zctx: zctx, subs: subs, told: told, poller: zmq.NewPoller()}
+	var looked, expired time.Time
 	for ctx.Err() == nil {
-		frames, err := message(soc)
+		if err := l.wait(ctx); err != nil {
+			return err
+		}
 		now := time.Now()
-		switch {
-		case err == nil:
-			m.took(frames, told, now)
-		case zmq.AsErrno(err) == zmq.Errno(syscall.EAGAIN) || zmq.AsErrno(err) == zmq.Errno(syscall.EINTR):
-		default:
-			return fmt.Errorf("monitor: receiving: %w", err)
+		look := now.Sub(looked) >= pollTimeout
+		if look {
+			looked = now
+		}
+		for _, s := range subs {
+			if err := l.tend(s, look, now); err != nil {
+				return err
+			}
 		}
 		if now.Sub(expired) >= expireInterval {
 			expired = now
@@ -81,46 +77,61 @@ func (m *KvWorkerMonitor) receive(ctx context.Context, told map[string]bool) (er
 	return nil
 }
 
-// subscribe readies the socket. Publishers need not be there yet.
-func subscribe(soc *zmq.Socket, endpoints []string) error {
-	err := errors.Join(
-		soc.SetRcvhwm(receiveQueue), soc.SetMaxmsgsize(maxFrameBytes), soc.SetRcvtimeo(receiveTimeout), soc.SetLinger(0),
-		soc.SetReconnectIvl(firstReconnect), soc.SetReconnectIvlMax(lastReconnect), soc.SetIpv6(true),
-		// A publisher whose machine is gone says nothing, like one that has nothing to say.
-		soc.SetTcpKeepalive(1), soc.SetTcpKeepaliveIdle(keepaliveIdle),
-		soc.SetTcpKeepaliveIntvl(keepaliveEvery), soc.SetTcpKeepaliveCnt(keepaliveProbes),
-		soc.SetSubscribe(wire.LoadTopic),
-	)
-	if err != nil {
-		return fmt.Errorf("monitor: setting up a socket: %w", err)
-	}
-	for _, e := range endpoints {
-		if err := soc.Connect(e); err != nil {
-			return fmt.Errorf("monitor: subscribe %s: %w", e, err)
+// listener holds the subscriptions of one call of receive.
+type listener struct {
+	m      *KvWorkerMonitor
+	zctx   *zmq.Context
+	subs   []*subscription
+	poller *zmq.Poller // of the open ones
+	open   int
+	opened int // ever
+	told   map[string]bool
+}
+
+// wait waits for messages, for a moment.
+func (l *listener) wait(ctx context.Context) error {
+	if l.open == 0 {
+		if l.opened > 0 {
+			pause(ctx, pollTimeout)
 		}
+		return nil
+	}
+	if _, err := l.poller.Poll(pollTimeout); err != nil && !isTransient(err) {
+		return fmt.Errorf("monitor: polling: %w", err)
 	}
 	return nil
 }
 
-// message receives the frames of one message, at most one more than an event has.
-func message(soc *zmq.Socket) ([][]byte, error) {
-	frames := make([][]byte, 0, wire.LoadFrames)
-	for {
-		frame, err := soc.RecvBytes(0)
-		if err != nil {
-			return nil, err
+// tend takes in what has come from one publisher. With look it also sees to the connection.
+func (l *listener) tend(s *subscription, look bool, now time.Time) error {
+	if s.soc == nil {
+		if now.Before(s.again) {
+			return nil
 		}
-		if len(frames) <= wire.LoadFrames {
-			frames = append(frames, frame)
+		l.opened++
+		if err := s.open(l.zctx, strconv.Itoa(l.opened)); err != nil {
+			return err
 		}
-		if more, err := soc.GetRcvmore(); err != nil || !more {
-			return frames, err
-		}
+		l.open++
+		l.poller.Add(s.soc, zmq.POLLIN)
+		return nil
 	}
+	lost := look && s.isLost() // asked before, so that nothing that came is left behind
+	err := s.drain(func(frames [][]byte) {
+		if l.m.took(frames, l.told, now) {
+			s.retry = 0
+		}
+	})
+	if err == nil && lost {
+		err = errors.Join(l.poller.RemoveBySocket(s.soc), s.close())
+		l.open--
+		s.postpone(now)
+	}
+	return err
 }
 
-// took takes in one message, or counts why not. Each reason is logged once.
-func (m *KvWorkerMonitor) took(frames [][]byte, told map[string]bool, now time.Time) {
+// took takes in one message and reports true, or counts why not. Each reason is logged once.
+func (m *KvWorkerMonitor) took(frames [][]byte, told map[string]bool, now time.Time) bool {
 	m.metrics.received.Inc()
 	e, err := wire.ParseLoad(frames)
 	reason := reasonDropped(err)
@@ -129,13 +140,14 @@ func (m *KvWorkerMonitor) took(frames [][]byte, told map[string]bool, now time.T
 		err = fmt.Errorf("worker %v, rank %d, by publisher %d", e.Rank.Worker, e.Rank.DP, e.Publisher)
 	}
 	if reason == "" {
-		return
+		return true
 	}
 	m.metrics.dropped[reason].Inc()
 	if !told[reason] {
 		told[reason] = true
 		m.log.Warn("a load event was dropped; further ones for the same reason are only counted", "reason", reason, "err", err)
 	}
+	return false
 }
 
 // heard hands an event to the watch of its worker. It returns why it could not, or "".

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"spillway/busy"
+	"spillway/wire"
 	"spillway/worker"
 )
 
@@ -78,3 +79,15 @@ func (m *KvWorkerMonitor) Via(t http.RoundTripper) { m.get.client.Transport = t 
 
 // Spread is the start offset of a worker.
 var Spread = spread
+
+// MaxShares bounds the publishers of one worker, MaxParts those of one rank.
+const (
+	MaxShares = maxShares
+	MaxParts  = maxParts
+)
+
+// Heard takes in a load event as if it came from a socket, and returns why it was dropped, or "".
+func (m *KvWorkerMonitor) Heard(e wire.LoadEvent, now time.Time) string { return m.heard(e, now) }
+
+// Expire ends what silent publishers have promised.
+func (m *KvWorkerMonitor) Expire(now time.Time) { m.expire(now) }

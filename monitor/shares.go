@@ -14,6 +14,8 @@ const (
 	// shareLife is how long a publisher may be silent about a rank before what it promised there
 	// is taken to have ended with it.
 	shareLife = 60 * time.Second
+	// maxParts bounds the publishers about one rank.
+	maxParts = 256
 	// maxShares bounds the publishers of all ranks of one worker together.
 	maxShares = 4 * worker.MaxDPSize
 )
@@ -47,7 +49,7 @@ func (s *shares) add(e wire.LoadEvent, dp uint32, now time.Time) (decodeBlocks, 
 			had = r.parts[e.Publisher]
 		}
 		if had.heard.IsZero() {
-			if s.held == maxShares {
+			if s.held == maxShares || r != nil && len(r.parts) == maxParts {
 				return nil, nil, false
 			}
 			s.held++
