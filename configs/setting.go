@@ -95,7 +95,7 @@ func Flags(fs *pflag.FlagSet, def any) {
 		}
 		value := &typedFlag{text: format(v.Elem().FieldByIndex(s.index)), kind: kindName(s.typ), list: isList(s.typ)}
 		f := fs.VarPF(value, s.key, "", usage)
-		if s.typ.Kind() == reflect.Bool {
+		if kindName(s.typ) == "bool" {
 			f.NoOptDefVal = "true"
 		}
 	}

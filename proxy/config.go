@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"strconv"
 	"strings"
 	"time"
@@ -14,6 +15,12 @@ import (
 type Config struct {
 	Host string `koanf:"http-host" dyn:"DYN_HTTP_HOST" usage:"address to listen on"`
 	Port int    `koanf:"http-port" dyn:"DYN_HTTP_PORT" usage:"port to listen on; 0 takes a free one"`
+
+	TLSCertPath string `koanf:"tls-cert-path" dyn:"DYN_TLS_CERT_PATH" usage:"file of the certificate to serve TLS with, on every address"`
+	TLSKeyPath  string `koanf:"tls-key-path" dyn:"DYN_TLS_KEY_PATH" usage:"file of the certificate's key"`
+	APIKey      string `koanf:"api-key" usage:"bearer token that clients must send for models and inference"`
+	AdminAddr   string `koanf:"admin-addr" usage:"second address (host:port), to which /busy_threshold, metrics and profiles move"`
+	AdminToken  string `koanf:"admin-token" usage:"bearer token for changing thresholds and workers, and for profiles"`
 
 	BodyLimitMB         int           `koanf:"body-limit-mb" dyn:"DYN_HTTP_BODY_LIMIT_MB" usage:"largest request body in binary megabytes"`
 	DialTimeout         time.Duration `koanf:"dial-timeout" usage:"limit for connecting to a worker"`
@@ -33,7 +40,7 @@ type Config struct {
 	ForceIncludeUsage   bool          `koanf:"force-include-usage" dyn:"DYN_ENABLE_FORCE_INCLUDE_USAGE" usage:"always ask workers for usage on streams"`
 	StrictValidation    bool          `koanf:"strict-validation" usage:"check sampling parameters and refuse unknown fields"`
 	StripNvext          bool          `koanf:"strip-nvext" usage:"remove nvext from bodies before they go to a worker"`
-	ForwardAuth         bool          `koanf:"forward-authorization" usage:"pass on the client's Authorization header to workers without a key of their own"`
+	ForwardAuth         *bool         `koanf:"forward-authorization" usage:"pass on the client's Authorization and X-Api-Key headers to workers without a key of their own; unset is only without api-key"`
 	HideWorkerHeaders   bool          `koanf:"hide-worker-headers" usage:"leave out X-Spillway-Worker, X-Spillway-Dp-Rank and X-Spillway-Attempts"`
 	SuppressSDKRetry    bool          `koanf:"suppress-sdk-retry" usage:"send x-should-retry: false with refusals because of load"`
 	DisableRoutingHints bool          `koanf:"disable-routing-hints" dyn:"DYN_DISABLE_FRONTEND_NVEXT" usage:"ignore headers that pin a request to a worker or rank"`
@@ -56,7 +63,7 @@ func DefaultConfig() Config {
 		BodyLimitMB: 45, DialTimeout: 2 * time.Second, ClientWriteTimeout: time.Minute, ClientReadTimeout: time.Minute,
 		DrainTimeout: 5 * time.Second, MigrationLimit: 1, InhibitedDuration: 5 * time.Second,
 		CommitOn: "event", UnaryPrefill: "estimate", SlotMaxAge: 10 * time.Minute,
-		OverloadStatusCode: "503", RetryAfter: "1", ErrorEnvelope: "flat", ForwardAuth: true, MetadataHeader: "x-dynamo-meta-",
+		OverloadStatusCode: "503", RetryAfter: "1", ErrorEnvelope: "flat", MetadataHeader: "x-dynamo-meta-",
 		ChatPath: "/v1/chat/completions", CompletionsPath: "/v1/completions", EmbeddingsPath: "/v1/embeddings",
 		ModelsPath: "/v1/models", HealthPath: "/health", LivePath: "/live", MetricsPath: "/metrics",
 	}
@@ -112,7 +119,29 @@ func (c Config) Validate() error {
 			fail(key, "%q is no plain path", path)
 		}
 	}
+	for key, text := range map[string]string{"api-key": c.APIKey, "admin-token": c.AdminToken} {
+		if !visible(text) {
+			fail(key, "holds something other than visible ASCII, which no header can carry")
+		}
+	}
+	if _, port, err := net.SplitHostPort(c.AdminAddr); c.AdminAddr != "" {
+		if _, bad := strconv.ParseUint(port, 10, 16); err != nil || bad != nil {
+			fail("admin-addr", "%q is not host:port", c.AdminAddr)
+		}
+	}
+	if _, err := c.certificate(); err != nil {
+		errs = append(errs, err)
+	}
 	return errors.Join(errs...)
+}
+
+// forwardsAuth tells whether clients' credentials go on to workers. A key that is meant for us is
+// nobody else's business unless the operator says so.
+func (c Config) forwardsAuth() bool {
+	if c.ForwardAuth == nil {
+		return c.APIKey == ""
+	}
+	return *c.ForwardAuth
 }
 
 // overloadStatus is the configured status; one that HTTP cannot carry with a body becomes 503

@@ -79,6 +79,9 @@ func isEcho(err error) bool {
 func (s *Server) answer(w http.ResponseWriter, e *httperr.Error) {
 	h := w.Header()
 	h["Content-Type"] = jsonType
+	if e.Status == http.StatusUnauthorized {
+		h["Www-Authenticate"] = bearerScheme
+	}
 	if e.Reason != "" {
 		h["X-Spillway-Reason"] = []string{string(e.Reason)}
 		h["X-Llm-D-Request-Dropped-Reason"] = []string{e.Reason.Dropped()}

@@ -62,6 +62,11 @@ func (s *Server) infer(ep *endpoint) echo.HandlerFunc {
 		x := &exchange{s: s, ep: ep, req: c.Request(), w: c.Response(), start: time.Now()}
 		x.id = requestID(x.req.Header)
 		x.w.Header()["X-Request-Id"] = []string{x.id}
+		if !s.knows(x.req.Header) {
+			x.fail(unauthorized())
+			s.access.record(x)
+			return nil
+		}
 		if !s.admitting() {
 			x.fail(notReady())
 			s.access.record(x)

@@ -34,18 +34,20 @@ type setup struct {
 	models  []string // known without workers
 	aliases map[string]string
 	log     *slog.Logger
+	host    string // to listen on; "" is this machine alone
 }
 
 // front is a running front end and a client of it.
 type front struct {
-	t      testing.TB
-	url    string
-	addr   string
-	routes *router.Router
-	server *proxy.Server
-	client *http.Client
-	stop   context.CancelFunc // as SIGTERM does
-	ended  chan error         // what Run returned
+	t        testing.TB
+	url      string
+	addr     string
+	adminURL string // "" without an admin address
+	routes   *router.Router
+	server   *proxy.Server
+	client   *http.Client
+	stop     context.CancelFunc // as SIGTERM does
+	ended    chan error         // what Run returned
 }
 
 // served makes a worker record that serves model m under a name.
@@ -90,18 +92,28 @@ func begin(t testing.TB, with setup, workers ...worker.Worker) *front {
 	if f.server, err = proxy.New(cfg, f.routes, prometheus.NewRegistry(), with.log); err != nil {
 		t.Fatal(err)
 	}
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if with.host == "" {
+		with.host = "127.0.0.1"
+	}
+	ln, err := net.Listen("tcp4", with.host+":0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	f.addr = ln.Addr().String()
+	f.addr = strings.Replace(ln.Addr().String(), "0.0.0.0", "127.0.0.1", 1)
 	f.url = "http://" + f.addr
 	f.client = &http.Client{Transport: &http.Transport{DisableCompression: true}, CheckRedirect: func(*http.Request, []*http.Request) error {
 		return http.ErrUseLastResponse
 	}}
 	ctx, stop := context.WithCancel(context.Background())
 	f.stop = stop
-	go func() { f.ended <- f.server.Run(ctx, ln) }()
+	var admin net.Listener
+	if cfg.AdminAddr != "" {
+		if admin, err = net.Listen("tcp", cfg.AdminAddr); err != nil {
+			t.Fatal(err)
+		}
+		f.adminURL = "http://" + admin.Addr().String()
+	}
+	go func() { f.ended <- f.server.Run(ctx, ln, admin) }()
 	fronts.Add(1)
 	t.Cleanup(func() {
 		f.client.CloseIdleConnections()
@@ -164,7 +176,11 @@ func (f *front) settled() {
 // metrics is the page of /metrics, taken without the listener.
 func (f *front) metrics() string {
 	rec := httptest.NewRecorder()
-	f.server.Handler().ServeHTTP(rec, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	h := f.server.AdminHandler()
+	if h == nil {
+		h = f.server.Handler()
+	}
+	h.ServeHTTP(rec, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	return rec.Body.String()
 }
 

@@ -17,7 +17,7 @@ import (
 var dropped = set(
 	"Connection", "Keep-Alive", "Proxy-Connection", "Proxy-Authenticate", "Proxy-Authorization",
 	"Te", "Trailer", "Transfer-Encoding", "Upgrade", "Alt-Svc",
-	"Host", "Content-Length", "Accept-Encoding", "Expect", "Authorization", "X-Request-Id",
+	"Host", "Content-Length", "Accept-Encoding", "Expect", "Authorization", "X-Api-Key", "X-Request-Id",
 	"X-Forwarded-For", "X-Forwarded-Proto", "X-Forwarded-Host",
 	"X-Dynamo-Request-Id", "X-Dynamo-Worker-Instance-Id", "X-Worker-Instance-Id",
 	"X-Dynamo-Dp-Rank", "X-Dp-Rank", "X-Data-Parallel-Rank",
@@ -29,6 +29,9 @@ var dropped = set(
 	"X-Llm-D-Inference-Fairness-Id", "X-Gateway-Inference-Fairness-Id",
 	"X-Smg-Priority", "X-Request-Timeout-Ms", "X-Spillway-Lane",
 )
+
+// credentials are the headers in which clients say who they are.
+var credentials = [...]string{"Authorization", "X-Api-Key"}
 
 // keptBack are the response headers that are not passed on to the client, by lower-case name.
 var keptBack = set(
@@ -61,9 +64,13 @@ func (x *exchange) appendHead(dst []byte, attempt int) []byte {
 	dst = append(dst, "Accept-Encoding: identity\r\n"...)
 	if key := x.sel.Worker.APIKey; key != "" {
 		dst = upstream.AppendHeader(dst, "Authorization", "Bearer "+key)
-	} else if x.s.cfg.ForwardAuth && !listed(named, "Authorization") {
-		for _, v := range h["Authorization"] {
-			dst = upstream.AppendHeader(dst, "Authorization", v)
+	} else if x.s.cfg.forwardsAuth() {
+		for _, name := range credentials {
+			for _, v := range h[name] {
+				if !listed(named, name) {
+					dst = upstream.AppendHeader(dst, name, v)
+				}
+			}
 		}
 	}
 	dst = x.appendForwarded(dst, h, named)

@@ -83,7 +83,7 @@ func TestHeadOfAWorker(t *testing.T) {
 		{name: "Connection names Authorization", lines: []string{"Connection: authorization", "Authorization: Bearer c"}},
 		{name: "made anew", lines: []string{"Host: evil", "Content-Length: 99", "Accept-Encoding: gzip", "Expect: 100-continue", "X-Request-Id: mine", "X-Forwarded-Proto: https", "X-Forwarded-Host: evil"}},
 		{name: "Authorization", lines: []string{"Authorization: Bearer c"}, want: []string{"Authorization: Bearer c"}},
-		{name: "Authorization kept back", lines: []string{"Authorization: Bearer c"}, with: func(x *exchange) { x.s.cfg.ForwardAuth = false }},
+		{name: "Authorization kept back", lines: []string{"Authorization: Bearer c"}, with: func(x *exchange) { x.s.cfg.ForwardAuth = new(false) }},
 		{
 			name: "the worker's own key", lines: []string{"Authorization: Bearer c"},
 			with: func(x *exchange) { x.sel.Worker.APIKey = "k" }, want: []string{"Authorization: Bearer k"},

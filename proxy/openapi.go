@@ -19,12 +19,14 @@ var summaries = map[string]string{
 	"/v1/embeddings": "Embeddings", "/v1/models": "Models that can be asked for",
 	"/v1/models/{id}": "One model; {id}/ready tells how its workers stand",
 	"/openapi.json":   "This document", "/docs": "This document as a page",
+	"/debug/pprof/{id}": "One of Go's profiles, or the list of them", "/debug/pprof/cmdline": "The command line",
+	"/debug/pprof/profile": "A CPU profile", "/debug/pprof/symbol": "Names of program counters", "/debug/pprof/trace": "An execution trace",
 }
 
-// openAPI lists every route that is registered.
-func (s *Server) openAPI(c echo.Context) error {
+// openAPI lists every route of a listener.
+func openAPI(c echo.Context, e *echo.Echo) error {
 	paths := map[string]map[string]any{}
-	for _, r := range s.echo.Routes() {
+	for _, r := range e.Routes() {
 		path := strings.Replace(r.Path, "*", "{id}", 1)
 		if paths[path] == nil {
 			paths[path] = map[string]any{}

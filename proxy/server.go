@@ -4,6 +4,7 @@ package proxy
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -15,7 +16,6 @@ import (
 
 	"github.com/labstack/echo/v4"
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"spillway/httperr"
 	"spillway/router"
@@ -40,7 +40,11 @@ type Server struct {
 	cfg          Config
 	router       *router.Router
 	log          *slog.Logger
-	echo         *echo.Echo
+	public       *echo.Echo
+	admin        *echo.Echo  // nil if there is no admin address
+	tls          *tls.Config // nil if TLS is not served
+	apiKey       secret
+	adminToken   secret
 	overload     int      // status of refusals because of load
 	overloadBody []byte   // of the documented refusal
 	trackOutput  bool     // generated tokens are booked as KV blocks
@@ -65,7 +69,12 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
+	serveTLS, err := cfg.certificate()
+	if err != nil {
+		return nil, err
+	}
 	s := &Server{
+		tls: serveTLS, apiKey: newSecret(cfg.APIKey), adminToken: newSecret(cfg.AdminToken),
 		cfg: cfg, router: r, log: log, registry: reg, drained: make(chan struct{}, 1),
 		overload: cfg.overloadStatus(log), retryValue: []string{cfg.RetryAfter}, trackOutput: r.TracksOutput(), access: accessLog{log: log},
 	}
@@ -81,57 +90,6 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 	return s, nil
 }
 
-// routes registers every route; two on one method and path are an error, they would shadow
-// each other.
-func (s *Server) routes() error {
-	e := echo.New()
-	e.HideBanner, e.HidePort = true, true
-	e.HTTPErrorHandler = s.handleError
-	s.echo = e
-	taken := map[string]bool{}
-	var err error
-	add := func(method, path string, h echo.HandlerFunc) {
-		if key := method + " " + path; taken[key] {
-			err = errors.Join(err, fmt.Errorf("proxy: two routes for %s", key))
-		} else {
-			taken[key] = true
-			e.Add(method, path, h)
-		}
-	}
-	for i, path := range []string{s.cfg.ChatPath, s.cfg.CompletionsPath, s.cfg.EmbeddingsPath} {
-		add(http.MethodPost, path, s.infer(&endpoints[i]))
-	}
-	add(http.MethodGet, s.cfg.ModelsPath, s.listModels)
-	add(http.MethodGet, s.cfg.ModelsPath+"/*", s.showModel)
-	add(http.MethodGet, s.cfg.HealthPath, s.health)
-	add(http.MethodGet, s.cfg.LivePath, s.live)
-	add(http.MethodGet, "/ready", s.readiness)
-	add(http.MethodGet, s.cfg.MetricsPath, s.exposition())
-	if !s.cfg.DisableAdminAPI {
-		add(http.MethodGet, "/busy_threshold", s.showThresholds)
-		add(http.MethodPost, "/busy_threshold", s.setThresholds)
-		add(http.MethodDelete, "/busy_threshold", s.clearThresholds)
-	}
-	add(http.MethodGet, "/openapi.json", s.openAPI)
-	add(http.MethodGet, "/docs", s.docs)
-	return err
-}
-
-// exposition serves the metrics. The series of every known model exist before it is first read.
-func (s *Server) exposition() echo.HandlerFunc {
-	h := promhttp.HandlerFor(s.registry, promhttp.HandlerOpts{Registry: s.registry})
-	return func(c echo.Context) error {
-		for _, name := range s.router.Catalog().Models() {
-			s.models.of(name)
-		}
-		h.ServeHTTP(c.Response(), c.Request())
-		return nil
-	}
-}
-
-// Handler is the server without a listener.
-func (s *Server) Handler() http.Handler { return s.echo }
-
 // Forget closes the connections to a worker that was unregistered.
 func (s *Server) Forget(id worker.ID) {
 	if p, ok := s.peers.LoadAndDelete(id); ok {
@@ -142,30 +100,65 @@ func (s *Server) Forget(id worker.ID) {
 // unwind is how long requests may take to notice that they were cut.
 const unwind = 2 * time.Second
 
-// Run serves clients on ln until ctx ends, then drains: new requests are refused while running
-// ones get DrainTimeout, and the rest is cut. After nil, nothing that it started is left.
-func (s *Server) Run(ctx context.Context, ln net.Listener) error {
+// Run serves clients on ln, and operators on admin unless that is nil, until ctx ends. Then it
+// drains: new requests are refused while running ones get DrainTimeout, and the rest is cut. Both
+// listeners are served until then. After nil, nothing that it started is left.
+func (s *Server) Run(ctx context.Context, ln, admin net.Listener) error {
 	requests, cut := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer cut(nil)
-	srv := &http.Server{
-		Handler: s.echo, ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 1 << 20,
-		BaseContext: func(net.Listener) context.Context { return requests },
-		ErrorLog:    slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
+	served := make(chan error, 2)
+	s.warnOpen(ln, true)
+	servers := []*http.Server{s.start(requests, ln, s.public, served)}
+	if admin != nil {
+		s.warnOpen(admin, false)
+		servers = append(servers, s.start(requests, admin, s.admin, served))
 	}
-	served, ticked := make(chan error, 1), make(chan struct{})
+	running, ticked := len(servers), make(chan struct{})
 	ticking, stopTicking := context.WithCancel(context.WithoutCancel(ctx))
-	go func() { served <- srv.Serve(ln) }()
 	go func() {
 		defer close(ticked)
 		s.tick(ticking)
 	}()
 	defer func() { stopTicking(); <-ticked; s.closePeers() }()
 
+	var failed error
 	select {
 	case err := <-served:
-		return fmt.Errorf("proxy: serve: %w", err)
+		failed = fmt.Errorf("proxy: serve: %w", err)
+		running--
 	case <-ctx.Done():
+		s.drain()
 	}
+	s.enter(stopping)
+	cut(errStopping)
+	err := errors.Join(failed, shutDown(context.WithoutCancel(ctx), servers))
+	for ; running > 0; running-- {
+		<-served
+	}
+	for s.inflight.Load() > 0 {
+		<-s.drained
+	}
+	return err
+}
+
+// start serves h on ln; what Serve returns goes to served.
+func (s *Server) start(requests context.Context, ln net.Listener, h http.Handler, served chan<- error) *http.Server {
+	srv := &http.Server{
+		Handler: h, ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 1 << 20,
+		BaseContext: func(net.Listener) context.Context { return requests },
+		ErrorLog:    slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
+	}
+	if s.tls == nil {
+		go func() { served <- srv.Serve(ln) }()
+		return srv
+	}
+	srv.TLSConfig = s.tls.Clone()
+	go func() { served <- srv.ServeTLS(ln, "", "") }()
+	return srv
+}
+
+// drain waits until the requests in flight have ended or their time is up.
+func (s *Server) drain() {
 	s.enter(delaying)
 	if s.cfg.DrainDelay > 0 {
 		time.Sleep(s.cfg.DrainDelay)
@@ -173,32 +166,32 @@ func (s *Server) Run(ctx context.Context, ln net.Listener) error {
 	s.enter(draining) // still listening: probes and refusals need answers
 	deadline := time.NewTimer(s.cfg.DrainTimeout)
 	defer deadline.Stop()
-	for done := false; !done && s.inflight.Load() > 0; {
+	for s.inflight.Load() > 0 {
 		select {
 		case <-s.drained:
 		case <-deadline.C:
 			s.log.Warn("drain timeout: cutting requests", "requests", s.inflight.Load())
-			done = true
+			return
 		}
 	}
-	s.enter(stopping)
-	cut(errStopping)
-	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), unwind)
+}
+
+func shutDown(ctx context.Context, servers []*http.Server) error {
+	last, cancel := context.WithTimeout(ctx, unwind)
 	defer cancel()
-	err := srv.Shutdown(last)
-	if errors.Is(err, context.DeadlineExceeded) {
-		// Some client has not read its answer, or connected and asked for nothing. That is no
-		// failure of ours: without its connection its request ends.
-		err = srv.Close()
+	var failed error
+	for _, srv := range servers {
+		err := srv.Shutdown(last)
+		if errors.Is(err, context.DeadlineExceeded) {
+			// Some client has not read its answer, or connected and asked for nothing. That is no
+			// failure of ours: without its connection its request ends.
+			err = srv.Close()
+		}
+		if err != nil {
+			failed = errors.Join(failed, fmt.Errorf("proxy: shutdown: %w", err))
+		}
 	}
-	if err != nil {
-		return fmt.Errorf("proxy: shutdown: %w", err)
-	}
-	<-served
-	for s.inflight.Load() > 0 {
-		<-s.drained
-	}
-	return nil
+	return failed
 }
 
 func (s *Server) enter(next stage) {

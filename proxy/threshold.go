@@ -2,8 +2,6 @@ package proxy
 
 import (
 	"encoding/json"
-	"errors"
-	"io"
 	"log/slog"
 	"math"
 	"net/http"
@@ -54,16 +52,6 @@ type modelThresholds struct {
 	thresholdsBody
 }
 
-// adminError is an error body of the admin routes: {"error": text}.
-type adminError struct {
-	status int
-	text   string
-}
-
-func refuse(c echo.Context, e *adminError) error {
-	return c.JSON(e.status, map[string]string{"error": e.text})
-}
-
 func (s *Server) showThresholds(c echo.Context) error {
 	list := struct {
 		Thresholds []modelThresholds `json:"thresholds"`
@@ -85,15 +73,9 @@ func (s *Server) showThresholds(c echo.Context) error {
 
 // setThresholds merges the given thresholds into a model's, or shows them if none is given.
 func (s *Server) setThresholds(c echo.Context) error {
-	if !jsonContent(c.Request().Header.Get("Content-Type")) {
-		return refuse(c, &adminError{http.StatusUnsupportedMediaType, "Content-Type must be application/json"})
-	}
-	raw, err := io.ReadAll(http.MaxBytesReader(c.Response().Writer, c.Request().Body, maxThresholdBody))
-	if err != nil {
-		if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
-			return refuse(c, &adminError{http.StatusRequestEntityTooLarge, "the body exceeds 64 KiB"})
-		}
-		return refuse(c, &adminError{http.StatusBadRequest, "the body could not be read"})
+	raw, bad := s.readSmall(c, maxThresholdBody, "the body exceeds 64 KiB")
+	if bad != nil {
+		return refuse(c, bad)
 	}
 	name, t, bad := readThresholds(raw)
 	if bad != nil {

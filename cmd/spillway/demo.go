@@ -30,17 +30,18 @@ one terminal: the main job with nothing to install or configure.`,
 }
 
 func runDemo(ctx context.Context, p process, cfg configs.Demo, log *slog.Logger) error {
-	ln, err := listen(ctx, cfg.Serving.Proxy)
+	d, err := listen(ctx, cfg.Serving.Proxy)
 	if err != nil {
 		return err
 	}
 	workers, lns, err := demoWorkers(cfg.Sim, log)
 	if err != nil {
-		return errors.Join(err, ln.Close())
+		return errors.Join(err, d.close())
 	}
 	f, err := demoFrontend(cfg, lns, log)
 	if err != nil {
-		for _, l := range append(lns, ln) {
+		err = errors.Join(err, d.close())
+		for _, l := range lns {
 			err = errors.Join(err, l.Close())
 		}
 		return err
@@ -55,8 +56,8 @@ func runDemo(ctx context.Context, p process, cfg configs.Demo, log *slog.Logger)
 		worked <- workers.Run(working, lns)
 		stopServing() // a front end of no workers is no demo
 	}()
-	welcome(p.stdout, "http://"+reachable(ln.Addr()), endpoints(lns), cfg)
-	err = f.run(serving, ln)
+	welcome(p.stdout, d, endpoints(lns), cfg)
+	err = f.run(serving, d)
 	stopWorking()
 	return errors.Join(err, <-worked)
 }
@@ -85,8 +86,13 @@ func demoFrontend(cfg configs.Demo, lns []net.Listener, log *slog.Logger) (*fron
 }
 
 // welcome says where everything is and what to try.
-func welcome(out io.Writer, url string, workers []string, cfg configs.Demo) {
+func welcome(out io.Writer, d doors, workers []string, cfg configs.Demo) {
+	url, admin := d.url(), d.url()
 	fmt.Fprintf(out, "Front end: %s\n", url)
+	if d.admin != nil {
+		admin = d.adminURL()
+		fmt.Fprintf(out, "Admin: %s\n", admin)
+	}
 	for i, w := range workers {
 		fmt.Fprintf(out, "  sim-%d    %s\n", i, w)
 	}
@@ -95,10 +101,10 @@ Try, in another terminal:
 
   curl -N %[1]s%[2]s -H 'Content-Type: application/json' \
     -d '{"model":"%[3]s","messages":[{"role":"user","content":"Hello"}],"stream":true,"max_tokens":20}'
-  curl %[1]s/busy_threshold
+  curl %[5]s/busy_threshold
   curl %[1]s%[4]s/%[3]s/ready
   bin/spillway replay --url %[1]s --model %[3]s --rate 30 --isl 1000 --osl 200 --duration 20s
 
 Ctrl-C ends it.
-`, url, cfg.Serving.Proxy.ChatPath, cfg.Sim.Model, cfg.Serving.Proxy.ModelsPath)
+`, url, cfg.Serving.Proxy.ChatPath, cfg.Sim.Model, cfg.Serving.Proxy.ModelsPath, admin)
 }

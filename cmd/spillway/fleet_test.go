@@ -34,7 +34,7 @@ func begin(t *testing.T, change func(*configs.Demo)) *fleet {
 		t.Fatal(err)
 	}
 	log := slog.New(slog.DiscardHandler)
-	ln, err := listen(t.Context(), cfg.Serving.Proxy)
+	d, err := listen(t.Context(), cfg.Serving.Proxy)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -50,8 +50,8 @@ func begin(t *testing.T, change func(*configs.Demo)) *fleet {
 	working, stopWorking := context.WithCancel(context.Background())
 	served, worked := make(chan error, 1), make(chan error, 1)
 	go func() { worked <- workers.Run(working, lns) }()
-	go func() { served <- front.run(serving, ln) }()
-	f := &fleet{t: t, url: "http://" + ln.Addr().String(), sim: endpoints(lns)[0], http: &http.Client{Transport: &http.Transport{}}}
+	go func() { served <- front.run(serving, d) }()
+	f := &fleet{t: t, url: d.url(), sim: endpoints(lns)[0], http: &http.Client{Transport: &http.Transport{}}}
 	t.Cleanup(func() {
 		f.http.CloseIdleConnections()
 		stopServing()

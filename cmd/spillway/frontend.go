@@ -44,12 +44,15 @@ func runFrontend(ctx context.Context, p process, cfg configs.Frontend, log *slog
 	if err != nil {
 		return err
 	}
-	ln, err := listen(ctx, cfg.Serving.Proxy)
+	d, err := listen(ctx, cfg.Serving.Proxy)
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(p.stdout, "Front end: http://%s\n", reachable(ln.Addr()))
-	return f.run(ctx, ln)
+	fmt.Fprintf(p.stdout, "Front end: %s\n", d.url())
+	if d.admin != nil {
+		fmt.Fprintf(p.stdout, "Admin: %s\n", d.adminURL())
+	}
+	return f.run(ctx, d)
 }
 
 // frontend holds the parts of one front end.
@@ -109,24 +112,52 @@ func newFrontend(cfg configs.Serving, fleet configs.Fleet, log *slog.Logger) (*f
 	return &frontend{server: server, monitor: watcher}, nil
 }
 
-// run serves clients on ln until ctx ends. What takes requests stops first, what feeds it after.
-func (f *frontend) run(ctx context.Context, ln net.Listener) error {
+// run serves until ctx ends. What takes requests stops first, what feeds it after.
+func (f *frontend) run(ctx context.Context, d doors) error {
 	feeding, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	fed := make(chan error, 1)
 	go func() { fed <- f.monitor.Run(feeding) }()
-	err := f.server.Run(ctx, ln)
+	err := f.server.Run(ctx, d.clients, d.admin)
 	stop()
 	return errors.Join(err, <-fed)
 }
 
-func listen(ctx context.Context, cfg proxy.Config) (net.Listener, error) {
-	var lc net.ListenConfig
-	ln, err := lc.Listen(ctx, "tcp", net.JoinHostPort(cfg.Host, strconv.Itoa(cfg.Port)))
-	if err != nil {
-		return nil, fmt.Errorf("front end: %w", err)
+// doors are the listeners of a front end.
+type doors struct {
+	clients net.Listener
+	admin   net.Listener // nil if there is no admin address
+	scheme  string
+}
+
+func (d doors) url() string      { return d.scheme + "://" + reachable(d.clients.Addr()) }
+func (d doors) adminURL() string { return d.scheme + "://" + reachable(d.admin.Addr()) }
+
+func (d doors) close() error {
+	err := d.clients.Close()
+	if d.admin != nil {
+		err = errors.Join(err, d.admin.Close())
 	}
-	return ln, nil
+	return err
+}
+
+func listen(ctx context.Context, cfg proxy.Config) (doors, error) {
+	var lc net.ListenConfig
+	d := doors{scheme: "http"}
+	if cfg.TLSCertPath != "" {
+		d.scheme = "https"
+	}
+	var err error
+	if d.clients, err = lc.Listen(ctx, "tcp", net.JoinHostPort(cfg.Host, strconv.Itoa(cfg.Port))); err != nil {
+		return d, fmt.Errorf("front end: %w", err)
+	}
+	if cfg.AdminAddr == "" {
+		return d, nil
+	}
+	if d.admin, err = lc.Listen(ctx, "tcp", cfg.AdminAddr); err != nil {
+		return d, fmt.Errorf("front end: admin-addr: %w", errors.Join(err, d.clients.Close()))
+	}
+	return d, nil
 }
 
 // logChecks tells which checks can make a worker busy: the first question when nothing is shed,
