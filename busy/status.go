@@ -26,7 +26,9 @@ type WorkerStatus struct {
 	Slot           int
 	State          State
 	Busy, Routable bool
-	Marked         bool // every rank is marked
+	Marked         bool          // every rank is marked
+	Inhibited      time.Duration // for how much longer it is; 0 if it is not
+	CircuitOpen    bool
 	Ranks          []RankStatus
 	ToBusy, ToFree uint64 // transitions since it was registered
 	Dropped        uint64 // samples for which there was no room
@@ -76,7 +78,7 @@ func (l *List) status(id worker.ID, now time.Time) (WorkerStatus, bool) {
 	}
 	st := WorkerStatus{
 		ID: id, Name: e.w.Name, Slot: e.slot, State: e.state(), Busy: e.busy, Routable: e.routable,
-		Marked: e.allMarked, ToBusy: e.toBusy, ToFree: e.toFree, Dropped: e.dropped,
+		Marked: e.allMarked, Inhibited: e.inhibitedFor(now), CircuitOpen: e.circuitOpen, ToBusy: e.toBusy, ToFree: e.toFree, Dropped: e.dropped,
 		Ranks: make([]RankStatus, 0, len(e.ranks)),
 	}
 	promised := l.promisedLocked(e)
@@ -104,6 +106,14 @@ func (l *List) status(id worker.ID, now time.Time) (WorkerStatus, bool) {
 	return st, true
 }
 
+// inhibitedFor is how much of an inhibition is left.
+func (e *entry) inhibitedFor(now time.Time) time.Duration {
+	if e.inhibitedUntil.IsZero() {
+		return 0
+	}
+	return max(e.inhibitedUntil.Sub(now), 0)
+}
+
 func (e *entry) state() State {
 	switch {
 	case e.draining:
@@ -127,7 +137,7 @@ func (l *List) Recovery(now time.Time) time.Duration {
 	defer l.mu.Unlock()
 	var least time.Duration
 	for _, e := range l.order {
-		if left := e.inhibitedUntil.Sub(now); !e.inhibitedUntil.IsZero() && left > 0 && (least == 0 || left < least) {
+		if left := e.inhibitedFor(now); left > 0 && (least == 0 || left < least) {
 			least = left
 		}
 	}

@@ -30,6 +30,7 @@ type Config struct {
 	DrainDelay          time.Duration `koanf:"drain-delay" usage:"how long after SIGTERM requests are still admitted while /health and /ready say no"`
 	MigrationLimit      int           `koanf:"migration-limit" dyn:"DYN_MIGRATION_LIMIT" usage:"further workers to try before the first byte of an answer"`
 	InhibitedDuration   time.Duration `koanf:"inhibited-duration" dyn:"DYN_RUNTIME_INHIBITED_DURATION_SECS" usage:"how long a worker that failed hard is left alone; 0 is off"`
+	RetryOn500          bool          `koanf:"retry-on-500" usage:"try another worker after a 500 too"`
 	CommitOn            string        `koanf:"commit-on" usage:"when a stream is committed to its worker: event (its first) or head"`
 	UnaryPrefill        string        `koanf:"unary-prefill" usage:"when the prefill load of a request that does not stream ends: estimate, or hold until the response head"`
 	SlotMaxAge          time.Duration `koanf:"slot-max-age" usage:"age without progress at which a reservation whose request is gone counts as leaked"`
@@ -47,6 +48,11 @@ type Config struct {
 	DisableAdminAPI     bool          `koanf:"disable-admin-api" dyn:"DYN_DISABLE_FRONTEND_ADMIN_API" usage:"do not serve /busy_threshold"`
 	MetadataHeader      string        `koanf:"metadata-header" dyn:"DYN_METADATA_HEADER" usage:"prefix of headers that carry metadata"`
 
+	CBFailureThreshold uint64        `koanf:"cb-failure-threshold" usage:"failures in a row after which a worker's circuit opens and it gets no requests; 0 is off"`
+	CBWindow           time.Duration `koanf:"cb-window" usage:"time within which these failures count"`
+	CBOpen             time.Duration `koanf:"cb-open" usage:"how long a circuit stays open before requests try the worker one at a time"`
+	CBSuccessThreshold uint64        `koanf:"cb-success-threshold" usage:"successes of such requests after which the circuit closes"`
+
 	ChatPath        string `koanf:"chat-path" dyn:"DYN_HTTP_SVC_CHAT_PATH" usage:"route of chat completions"`
 	CompletionsPath string `koanf:"completions-path" dyn:"DYN_HTTP_SVC_CMP_PATH" usage:"route of completions"`
 	EmbeddingsPath  string `koanf:"embeddings-path" dyn:"DYN_HTTP_SVC_EMB_PATH" usage:"route of embeddings"`
@@ -62,6 +68,7 @@ func DefaultConfig() Config {
 		Host: "0.0.0.0", Port: 8000,
 		BodyLimitMB: 45, DialTimeout: 2 * time.Second, ClientWriteTimeout: time.Minute, ClientReadTimeout: time.Minute,
 		DrainTimeout: 5 * time.Second, MigrationLimit: 1, InhibitedDuration: 5 * time.Second,
+		CBFailureThreshold: 10, CBWindow: 2 * time.Minute, CBOpen: time.Minute, CBSuccessThreshold: 3,
 		CommitOn: "event", UnaryPrefill: "estimate", SlotMaxAge: 10 * time.Minute,
 		OverloadStatusCode: "503", RetryAfter: "1", ErrorEnvelope: "flat", MetadataHeader: "x-dynamo-meta-",
 		ChatPath: "/v1/chat/completions", CompletionsPath: "/v1/completions", EmbeddingsPath: "/v1/embeddings",
@@ -87,6 +94,7 @@ func (c Config) Validate() error {
 	for key, d := range map[string]time.Duration{
 		"dial-timeout": c.DialTimeout, "client-write-timeout": c.ClientWriteTimeout,
 		"client-read-timeout": c.ClientReadTimeout, "slot-max-age": c.SlotMaxAge,
+		"cb-window": c.CBWindow, "cb-open": c.CBOpen,
 	} {
 		if d <= 0 {
 			fail(key, "%v is not positive", d)
@@ -98,6 +106,9 @@ func (c Config) Validate() error {
 		if d < 0 {
 			fail(key, "%v is negative", d)
 		}
+	}
+	if c.CBSuccessThreshold == 0 {
+		fail("cb-success-threshold", "0 is not above 0")
 	}
 	if c.CommitOn != "event" && c.CommitOn != "head" {
 		fail("commit-on", "%q is neither event nor head", c.CommitOn)

@@ -3,7 +3,6 @@ package proxy
 import (
 	"context"
 	"errors"
-	"math/rand/v2"
 	"net/http"
 	"runtime/debug"
 	"strings"
@@ -39,10 +38,13 @@ type exchange struct {
 	slot     slot
 	sel      router.Selection
 	peer     *peer
+	permit   permit  // to use peer
+	verdict  verdict // on peer, of the present attempt
 	attempts int
 	sentAt   time.Time // of the present attempt
 	waiting  bool      // counted in dynamo_queued_requests
 	armed    time.Time // when the write deadline was last set
+	gone     bool      // the client could not be written to
 	out      outcome
 }
 
@@ -98,15 +100,28 @@ func (x *exchange) end() {
 	bodies.put(x.pooled)
 	if p := recover(); p != nil {
 		if p == http.ErrAbortHandler { //nolint:errorlint // net/http compares by identity too
-			x.s.access.record(x)
+			x.account()
 			panic(p)
 		}
 		x.s.log.Error("panic in a request", "request_id", x.id, "panic", p, "stack", string(debug.Stack()))
 		began := x.w.Committed
 		x.fail(&httperr.Error{Status: 500, Cause: httperr.Internal, Message: "Internal server error"})
 		if began { // what the client has must not pass for the whole answer
-			x.s.access.record(x)
+			x.account()
 			panic(http.ErrAbortHandler)
+		}
+	}
+	x.account()
+}
+
+// account writes down what became of the request, once.
+func (x *exchange) account() {
+	if e := x.out.failure; e != nil && e.Cause == httperr.Cancelled {
+		if x.gone || x.req.Context().Err() != nil {
+			x.s.metrics.disconnected.Inc()
+		}
+		if x.model != nil {
+			x.model.metrics.cancelled[x.ep.index][x.scan.requestType()].Inc()
 		}
 	}
 	x.s.access.record(x)
@@ -157,113 +172,6 @@ func (x *exchange) serve() error {
 		return err
 	}
 	return x.admit(hints)
-}
-
-// admit opens the metrics of the request and gets it an answer from a worker.
-func (x *exchange) admit(h hints) error {
-	x.model.metrics.queued.Inc()
-	x.waiting = true
-	x.estimate = x.scan.promptTokens()
-	x.query = router.Query{
-		PromptTokens: x.estimate, NoDecode: !x.ep.decodes, Only: x.target.Only, DP: h.dp,
-	}
-	if !x.scan.exactTokens() {
-		x.query.PromptTokens = x.model.correct(x.estimate)
-	}
-	if h.worker != nil {
-		id, err := x.s.pinned(*h.worker)
-		if err != nil {
-			return err
-		}
-		x.query.Worker = &id
-	}
-	var firstFailure error
-	for attempt := 0; ; attempt++ {
-		err := x.reserve()
-		if attempt == 0 && (err == nil || errors.Is(err, router.ErrOverloaded) || errors.Is(err, router.ErrPinBusy)) {
-			x.model.metrics.issued[x.ep.index].Inc() // it has reached admission
-		}
-		if err != nil {
-			if firstFailure != nil { // nowhere left to retry: the first failure is the answer
-				err = firstFailure
-			}
-			return err
-		}
-		err = x.try(attempt)
-		x.release()
-		var f *failure
-		if !errors.As(err, &f) {
-			return err
-		}
-		if firstFailure == nil {
-			firstFailure = f
-		}
-		if !f.retry || h.worker != nil || attempt >= x.retries(f) || x.req.Context().Err() != nil {
-			return firstFailure
-		}
-		x.query.Exclude = append(x.query.Exclude, x.sel.Worker.ID)
-	}
-}
-
-// retries is how many further attempts a failure allows. Where nothing was processed there is
-// always one.
-func (x *exchange) retries(f *failure) int {
-	if f.unsent {
-		return max(x.s.cfg.MigrationLimit, 1)
-	}
-	return x.s.cfg.MigrationLimit
-}
-
-// reserve picks a rank and books the request on it.
-func (x *exchange) reserve() error {
-	now := time.Now()
-	x.query.Reservation = reservationID()
-	sel, err := x.target.Partition.Select(x.query, now)
-	if err != nil {
-		return err
-	}
-	x.sel = sel
-	x.slot = slot{id: x.query.Reservation, part: x.target.Partition, prefill: true}
-	// Freed by release on every path from here on.
-	x.s.slots.add(&x.slot)
-	if x.peer, err = x.s.peer(sel.Worker); err != nil {
-		return err
-	}
-	x.attempts++
-	x.sentAt = now
-	x.s.slots.expect(&x.slot, x.releaseAt(now))
-	return nil
-}
-
-// releaseAt is when the prefill is taken to be done although the worker has not shown it: a
-// unary answer shows nothing before its end, and some streams show no token for long.
-func (x *exchange) releaseAt(now time.Time) time.Time {
-	predicted := x.peer.rate.predict(x.query.PromptTokens)
-	switch {
-	case !x.ep.decodes:
-		return time.Time{}
-	case x.scan.stream == yes:
-		return now.Add(max(10*predicted, time.Minute))
-	case x.s.cfg.UnaryPrefill == "hold":
-		return time.Time{}
-	}
-	return now.Add(predicted)
-}
-
-// release gives back what the request holds. It may be called more than once.
-func (x *exchange) release() {
-	if x.s.slots.remove(&x.slot) {
-		now := time.Now()
-		x.slot.part.Free(x.slot.id, now)
-		x.s.freed.free(now)
-	}
-}
-
-// prefillDone notes that the worker has computed the prompt.
-func (x *exchange) prefillDone(now time.Time) {
-	if x.s.slots.prefillDone(&x.slot) {
-		x.slot.part.PrefillDone(x.slot.id, now)
-	}
 }
 
 // received notes that the wait for the worker's first byte is over.
@@ -323,19 +231,4 @@ func (x *exchange) checkHead() error {
 		return bad
 	}
 	return nil
-}
-
-// reservationID is random, never the client's: a client that repeats its request ID must not
-// meet its own booking.
-func reservationID() string {
-	var b [32]byte
-	const hex = "0123456789abcdef"
-	for i := 0; i < len(b); i += 16 {
-		v := rand.Uint64()
-		for j := range 16 {
-			b[i+j] = hex[v&15]
-			v >>= 4
-		}
-	}
-	return string(b[:])
 }

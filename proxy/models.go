@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/labstack/echo/v4"
+	"github.com/sony/gobreaker/v2"
 
 	"spillway/busy"
 	"spillway/httperr"
@@ -174,10 +175,15 @@ type workerCounts struct {
 }
 
 type workerDetail struct {
-	Worker string       `json:"worker"`
-	Tenant string       `json:"tenant,omitempty"` // left out for the default one
-	State  busy.State   `json:"state"`
-	Ranks  []rankDetail `json:"ranks"`
+	Worker string     `json:"worker"`
+	Tenant string     `json:"tenant,omitempty"` // left out for the default one
+	State  busy.State `json:"state"`
+	// What keeps it from being chosen beside load; left out where nothing does.
+	Marked      bool   `json:"marked,omitempty"`       // refused a request for capacity a moment ago
+	InhibitedMS int64  `json:"inhibited_ms,omitempty"` // for how much longer
+	Circuit     string `json:"circuit,omitempty"`      // open or half-open
+
+	Ranks []rankDetail `json:"ranks"`
 }
 
 type rankDetail struct {
@@ -205,7 +211,7 @@ func (s *Server) modelReady(c echo.Context, name string) error {
 		r.Workers.Busy += len(snap.Busy)
 		r.Workers.Free += len(snap.Free)
 		for _, st := range p.Busy.Workers(now) {
-			r.Detail = append(r.Detail, newWorkerDetail(p.Key.Tenant, st))
+			r.Detail = append(r.Detail, s.newWorkerDetail(p.Key.Tenant, st))
 		}
 	})
 	slices.SortFunc(r.Detail, func(a, b workerDetail) int { return strings.Compare(a.Worker, b.Worker) })
@@ -213,8 +219,16 @@ func (s *Server) modelReady(c echo.Context, name string) error {
 	return c.JSON(http.StatusOK, r)
 }
 
-func newWorkerDetail(tenant string, st busy.WorkerStatus) workerDetail {
-	d := workerDetail{Worker: st.Name, State: st.State, Ranks: []rankDetail{}}
+func (s *Server) newWorkerDetail(tenant string, st busy.WorkerStatus) workerDetail {
+	d := workerDetail{
+		Worker: st.Name, State: st.State, Ranks: []rankDetail{},
+		Marked: st.Marked, InhibitedMS: int64((st.Inhibited + time.Millisecond - 1) / time.Millisecond),
+	}
+	if p, ok := s.peers.Load(st.ID); ok {
+		if state := p.(*peer).circuit.now(); state != gobreaker.StateClosed {
+			d.Circuit = state.String()
+		}
+	}
 	if tenant != worker.DefaultTenant {
 		d.Tenant = tenant
 	}

@@ -7,23 +7,37 @@ import (
 	"sync/atomic"
 	"time"
 
+	"spillway/busy"
 	"spillway/proxy/upstream"
 	"spillway/worker"
 )
 
-// peer is what the server keeps for one worker: its connections and how fast it prefills.
+// peer is what the server keeps for one worker: its connections, its circuit, how it answered
+// and how fast it prefills.
 type peer struct {
 	endpoint string
 	client   *upstream.Client
 	host     string
 	name     []string // value of X-Spillway-Worker, ready for a header map
 	rate     rate
+	circuit  *circuit
+	answers  [len(codeClasses)]atomic.Uint64 // by the first digit of the status
 }
 
-// peer returns the peer of w; a changed endpoint makes a new one.
-func (s *Server) peer(w *worker.Worker) (*peer, error) {
-	if p, ok := s.peers.Load(w.ID); ok && p.(*peer).endpoint == w.Endpoint && p.(*peer).name[0] == w.Name {
-		return p.(*peer), nil
+// codeClasses are the labels of peer.answers. There is no final 1xx, and what is above 5xx counts
+// as that.
+var codeClasses = [...]string{2: "2xx", 3: "3xx", 4: "4xx", 5: "5xx"}
+
+// answered counts an answer of the worker by its status.
+func (p *peer) answered(status int) { p.answers[min(max(status/100, 2), 5)].Add(1) }
+
+// peer returns the peer of w, which is in list; a changed endpoint, name or list makes a new one.
+func (s *Server) peer(w *worker.Worker, list *busy.List) (*peer, error) {
+	old, known := s.peers.Load(w.ID)
+	if known {
+		if p := old.(*peer); p.endpoint == w.Endpoint && p.name[0] == w.Name && p.circuit.list == list {
+			return p, nil
+		}
 	}
 	u, err := url.Parse(w.Endpoint)
 	if err != nil {
@@ -33,11 +47,26 @@ func (s *Server) peer(w *worker.Worker) (*peer, error) {
 	if err != nil {
 		return nil, fmt.Errorf("proxy: worker %s: %w", w.Name, err)
 	}
-	p := &peer{endpoint: w.Endpoint, client: client, host: u.Host, name: []string{w.Name}}
-	if old, ok := s.peers.Swap(w.ID, p); ok {
-		old.(*peer).client.Close()
+	p := &peer{
+		endpoint: w.Endpoint, client: client, host: u.Host, name: []string{w.Name}, circuit: newCircuit(s.cfg, w, list, s.log),
+	}
+	switch {
+	case !known:
+		if first, lost := s.peers.LoadOrStore(w.ID, p); lost { // two requests came at once
+			return first.(*peer), nil
+		}
+	case s.peers.CompareAndSwap(w.ID, old, p):
+		old.(*peer).retire()
+	default:
+		return s.peer(w, list)
 	}
 	return p, nil
+}
+
+// retire closes the connections of a peer that has no further use.
+func (p *peer) retire() {
+	p.client.Close()
+	p.circuit.retire(time.Now())
 }
 
 // rate is an exponentially weighted mean of prefill speed in tokens per second.

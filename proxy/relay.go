@@ -18,16 +18,6 @@ import (
 	"spillway/worker"
 )
 
-// failure is an attempt that ended before anything was sent to the client.
-type failure struct {
-	answer *httperr.Error
-	retry  bool // another worker may do better
-	unsent bool // the worker has processed nothing
-}
-
-func (f *failure) Error() string { return f.answer.Error() }
-func (f *failure) Unwrap() error { return f.answer }
-
 const maxUnary = 1 << 20 // bytes of a unary answer that are held back until it is whole
 
 // try sends the request to the selected worker and relays its answer. A *failure means that the
@@ -43,10 +33,12 @@ func (x *exchange) try(attempt int) error {
 		return x.lost(err)
 	}
 	defer resp.Close()
+	x.peer.answered(resp.Status)
 	switch {
 	case resp.Status >= 200 && resp.Status < 300:
 	case resp.Status < 400:
-		return x.badGateway(fmt.Errorf("worker answered %d", resp.Status))
+		x.verdict = failed
+		return x.badGateway(byStatus, fmt.Errorf("worker answered %d", resp.Status))
 	case resp.Status == 429, resp.Status == 529, resp.Status >= 500, resp.Status == 499:
 		return x.refused(resp)
 	}
@@ -62,24 +54,30 @@ func (x *exchange) lost(err error) error {
 	if ctxErr := x.req.Context().Err(); ctxErr != nil {
 		return ctxErr
 	}
+	if errors.Is(err, upstream.ErrRequest) { // our own mistake
+		return &httperr.Error{Status: 500, Cause: httperr.Internal, Message: "Internal server error", Detail: err}
+	}
 	x.inhibit()
-	f := x.badGateway(err)
+	f := x.badGateway(reasonOf(err), err)
 	f.unsent = errors.Is(err, upstream.ErrDial)
 	return f
 }
 
-func (x *exchange) badGateway(err error) *failure {
-	return &failure{retry: true, answer: &httperr.Error{
+func reasonOf(err error) retryReason {
+	switch {
+	case errors.Is(err, upstream.ErrDial):
+		return byConnect
+	case errors.Is(err, upstream.ErrHeader), errors.Is(err, upstream.ErrFraming), errors.Is(err, errEventTooLarge):
+		return byProtocol
+	}
+	return byReset
+}
+
+func (x *exchange) badGateway(reason retryReason, err error) *failure {
+	return &failure{retry: true, reason: reason, answer: &httperr.Error{
 		Status: http.StatusBadGateway, Cause: httperr.Internal,
 		Message: "The worker could not be reached or broke the connection", Detail: fmt.Errorf("worker %s: %w", x.sel.Worker.Name, err),
 	}}
-}
-
-func (x *exchange) inhibit() {
-	if x.s.cfg.InhibitedDuration > 0 {
-		now := time.Now()
-		x.slot.part.Busy.Inhibit(x.sel.Worker.ID, now.Add(x.s.cfg.InhibitedDuration), now)
-	}
 }
 
 // maxErrorBody bounds what is read of a worker's error in bytes.
@@ -110,11 +108,16 @@ func (x *exchange) declined(status int, after time.Duration, body []byte) error 
 	case status == 429, status == 529, status == 503 && (after > 0 || tellsOfLoad(body)):
 		return x.capacity(after, detail)
 	case status == 503:
-		return &failure{retry: true, answer: &httperr.Error{
+		x.verdict = failed
+		return &failure{retry: true, reason: byStatus, answer: &httperr.Error{
 			Status: 503, Cause: httperr.Unavailable, Message: "Service temporarily unavailable: the worker is not available", Detail: detail,
 		}}
 	}
-	f := &failure{retry: status == 502 || status == 504, answer: &httperr.Error{
+	if status != 501 { // what a worker cannot do for anybody does not make it a bad one
+		x.verdict = failed
+	}
+	retry := status == 502 || status == 504 || status == 500 && x.s.cfg.RetryOn500
+	f := &failure{retry: retry, reason: byStatus, answer: &httperr.Error{
 		Status: status, Cause: httperr.Internal, Message: "The worker failed to process the request", Detail: detail,
 	}}
 	if status == 504 {
@@ -131,7 +134,7 @@ func (x *exchange) capacity(after time.Duration, detail error) *failure {
 		dp = &x.sel.Rank.DP
 	}
 	x.slot.part.Busy.Mark(x.sel.Worker.ID, dp, after, time.Now())
-	return &failure{retry: true, answer: &httperr.Error{
+	return &failure{retry: true, reason: byCapacity, answer: &httperr.Error{
 		Status: x.s.overload, Cause: httperr.Overload, Reason: httperr.WorkerOverloaded,
 		Message: httperr.BusyMessage, Detail: detail, RetryAfter: min(after, time.Minute),
 	}}
@@ -212,6 +215,7 @@ func (x *exchange) unary(resp *upstream.Response) error {
 func (x *exchange) whole(status int, body []byte) error {
 	x.out.status = status
 	if status < 300 {
+		x.verdict = succeeded
 		x.learn(usageOf(body))
 	} else {
 		x.out.failure = httperr.New(status, "")
@@ -222,9 +226,15 @@ func (x *exchange) whole(status int, body []byte) error {
 	n, err := x.w.Write(body)
 	x.out.written += int64(n)
 	if err != nil {
-		x.out.failure = httperr.From(context.Canceled, "", 0)
+		x.left()
 	}
 	return nil
+}
+
+// left notes that the client could not be written to.
+func (x *exchange) left() {
+	x.gone = true
+	x.out.failure = x.told(context.Canceled)
 }
 
 // large relays the rest of a unary answer that is too long to hold back.
@@ -239,12 +249,13 @@ func (x *exchange) large(resp *upstream.Response, part []byte) error {
 		n, err := x.w.Write(part)
 		x.out.written += int64(n)
 		if err != nil {
-			x.out.failure = httperr.From(context.Canceled, "", 0)
+			x.left()
 			return nil
 		}
 		part, err = resp.Next()
 		switch {
 		case errors.Is(err, io.EOF):
+			x.verdict = succeeded
 			return nil
 		case err != nil:
 			if x.req.Context().Err() == nil {

@@ -31,6 +31,17 @@ func kindOf(ch byte) kind {
 // given tells whether a value is there: null is how some clients spell "not set".
 func (k kind) given() bool { return k != absent && k != null }
 
+// requestType tells streams (1) from the rest (0), as in requestTypes.
+func (s *scanned) requestType() int {
+	if s.stream == yes {
+		return 1
+	}
+	return 0
+}
+
+// requestTypes are the values of the label request_type.
+var requestTypes = [2]string{"unary", "stream"}
+
 // span is where a value lies in the body; the zero span is nowhere.
 type span struct{ from, to int }
 

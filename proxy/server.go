@@ -81,7 +81,7 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 	s.overloadBody = renderError(cfg.ErrorEnvelope, &httperr.Error{
 		Status: s.overload, Cause: httperr.Overload, Message: httperr.BusyMessage,
 	})
-	s.metrics = newMetrics(reg, r)
+	s.metrics = newMetrics(reg, r, &s.peers)
 	s.models.made = s.metrics.model
 	s.slots.init()
 	if err := s.routes(); err != nil {
@@ -93,7 +93,7 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 // Forget closes the connections to a worker that was unregistered.
 func (s *Server) Forget(id worker.ID) {
 	if p, ok := s.peers.LoadAndDelete(id); ok {
-		p.(*peer).client.Close()
+		p.(*peer).retire()
 	}
 }
 

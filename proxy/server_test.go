@@ -91,7 +91,8 @@ func TestReadyDetail(t *testing.T) {
 		`{"worker":"w2","state":"unknown","ranks":[` +
 		`{"dp_rank":0,"busy":false,"active_decode_blocks":0,"kv_total_blocks":100,"active_prefill_tokens":0},` +
 		`{"dp_rank":1,"busy":false,"active_decode_blocks":0,"kv_total_blocks":100,"active_prefill_tokens":0}]},` +
-		`{"worker":"w3","state":"inhibited","ranks":[{"dp_rank":0,"busy":false,"active_decode_blocks":0,"active_prefill_tokens":0}]}]}`
+		`{"worker":"w3","state":"inhibited","inhibited_ms":N,"ranks":[{"dp_rank":0,"busy":false,"active_decode_blocks":0,"active_prefill_tokens":0}]}]}`
+	g.body = regexp.MustCompile(`(_ms":)[1-9][0-9]*`).ReplaceAllString(g.body, "${1}N")
 	if g.status != 200 || strings.TrimSpace(g.body) != want {
 		t.Errorf("GET /v1/models/m/ready = %d %s\nwant %s", g.status, g.body, want)
 	}

@@ -87,7 +87,7 @@ const (
 	sweepEvery   = 30 * time.Second
 )
 
-// tick releases predicted prefill and looks for leaks until ctx ends.
+// tick releases predicted prefill, lets circuits become half-open and looks for leaks until ctx ends.
 func (s *Server) tick(ctx context.Context) {
 	t := time.NewTicker(releaseEvery)
 	defer t.Stop()
@@ -103,6 +103,10 @@ func (s *Server) tick(ctx context.Context) {
 				r.part.PrefillDone(r.id, now)
 			}
 			clear(due)
+			s.peers.Range(func(_, p any) bool {
+				p.(*peer).circuit.refresh(now)
+				return true
+			})
 			if now.After(sweep) {
 				s.sweep(now)
 				sweep = now.Add(sweepEvery)

@@ -127,6 +127,9 @@ func (st *stream) event(event []byte) (keep bool, err error) {
 			return false, st.refused(payload)
 		}
 		x.out.failure = httperr.New(plausible(ch.code), "")
+		if x.out.failure.Status >= 500 && x.out.failure.Cause != httperr.Overload {
+			x.verdict = failed
+		}
 	}
 	for i := range ch.index {
 		st.seen[i] |= ch.index[i]
@@ -157,6 +160,9 @@ func (st *stream) tokens(ch *chunk) {
 		x.out.firstToken = now
 		x.received()
 		x.prefillDone(now)
+		if x.permit.try { // it has shown enough; the rest of its answer may take minutes
+			x.permit.settle(succeeded, now)
+		}
 	}
 	x.out.tokens += n
 	if x.s.trackOutput {
@@ -217,7 +223,8 @@ func (st *stream) write(events []byte) error {
 	n, err := x.w.Writer.Write(events)
 	x.out.written += int64(n)
 	if err != nil {
-		return context.Canceled // the client is gone
+		x.gone = true
+		return context.Canceled
 	}
 	x.flush()
 	return nil
@@ -240,6 +247,7 @@ func (st *stream) over(err error) error {
 		}
 		return nil
 	case clean && allEnded(&st.seen, &st.ended):
+		x.verdict = succeeded
 		st.learn()
 		return st.write(append(st.pending, doneEvent...))
 	case errors.Is(err, io.EOF):
@@ -291,6 +299,9 @@ const drainTime = 250 * time.Millisecond
 // drain reads what follows [DONE], so that the connection can be used again.
 func (st *stream) drain() {
 	st.learn()
+	if !st.failed {
+		st.x.verdict = succeeded
+	}
 	st.x.release()
 	if st.resp.Complete() {
 		return

@@ -34,7 +34,7 @@ func TestDocsNameFlagsThatExist(t *testing.T) {
 		cmd.Flags().VisitAll(func(f *pflag.Flag) { known[f.Name] = true })
 	}
 	for _, page := range []string{"README.md", "ARCHITECTURE.md"} {
-		for _, flag := range found(t, page, "[ `]--([a-z][a-z-]*)") {
+		for _, flag := range found(t, page, "[ `]--([a-z][a-z0-9-]*)") {
 			if !known[flag] && flag != "help" {
 				t.Errorf("%s: --%s is a flag of no command", page, flag)
 			}
