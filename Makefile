@@ -22,8 +22,8 @@ lint: check
 bench: setup ## every benchmark once, with allocations
 	go test -run '^$$' -bench . -benchmem ./...
 
-# setup installs libzmq and pkg-config, which receiving KV events is going to need. It does
-# nothing where both are there. Without a network the build goes on: nothing links to it yet.
+# setup installs libzmq and pkg-config, which receiving events needs. It does nothing where both
+# are there.
 setup:
 	@sh .ci/setup
 
