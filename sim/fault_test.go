@@ -29,7 +29,7 @@ func raw(t *testing.T, url, route, body, fault string) (got, end string) {
 	// Far more than an answer takes. Silence needs it whole, so it is short there.
 	wait := 20 * time.Second
 	if strings.Contains(fault, "freeze") || fault == "silence" {
-		wait = 150 * time.Millisecond
+		wait = 400 * time.Millisecond
 	}
 	return drain(t, conn, wait)
 }
@@ -199,6 +199,12 @@ func TestFaultDetails(t *testing.T) {
 		if got, end := raw(t, url, route, body, "close-stream"); !strings.HasPrefix(got, "HTTP/1.1 200 ") || strings.HasSuffix(got, "}") || end != endsWhole {
 			t.Errorf("%s: %q, %s; want half an answer", route, got, end)
 		}
+	}
+	conn := dial(t, url) // is not closed at once: a client could use it again
+	defer conn.Close()
+	send(t, conn, "POST /v1/completions", unary, "both-lengths")
+	if got, end := drain(t, conn, 400*time.Millisecond); !strings.HasSuffix(got, "\r\n0\r\n\r\n") || end != staysSilent {
+		t.Errorf("both-lengths: %q, %s; want a whole answer and an open connection", got, end)
 	}
 	if got, _ := raw(t, url, "GET /health", "", "health-fail"); !strings.HasPrefix(got, "HTTP/1.1 503 ") {
 		t.Errorf("GET /health = %q, want 503", got)

@@ -210,7 +210,7 @@ func TestThawedStream(t *testing.T) {
 	conn := dial(t, url)
 	defer conn.Close()
 	send(t, conn, "POST /v1/completions", streamed, "")
-	first, end := drain(t, conn, 150*time.Millisecond)
+	first, end := drain(t, conn, 400*time.Millisecond)
 	if strings.Count(first, `"text"`) != 2 || end != staysSilent {
 		t.Fatalf("got %q, %s; want 2 tokens and silence", first, end)
 	}
