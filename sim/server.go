@@ -4,9 +4,9 @@
 //
 // Faults can be asked for, to see what a client makes of them: POST /sim/fault sets one on a
 // worker, DELETE clears it, and the header X-Sim-Fault gives one to a single request. They are
-// made of the answer and its connection alone: what a request is to its engine does not
-// depend on them, except that an answer which breaks off aborts its sequences like a client
-// that leaves. docs/sim.md lists them.
+// made of answers, connections and, for slow, the rank's clock; engines know nothing of them.
+// An answer that breaks off aborts its sequences like a client that leaves. docs/sim.md lists
+// them.
 package sim
 
 import (
