@@ -3,6 +3,7 @@ package monitor_test
 import (
 	"fmt"
 	"io"
+	"math"
 	"net/http"
 	"strings"
 	"sync"
@@ -308,4 +309,38 @@ func TestServerInfo(t *testing.T) {
 	if n := s.count("/get_server_info"); n != 1 {
 		t.Errorf("asked %d times, want once", n)
 	}
+}
+
+// FuzzPages: whatever a worker answers, what reaches the busy list makes sense.
+func FuzzPages(f *testing.F) {
+	f.Add("sglang:token_usage{dp_rank=\"1\",priority=\"\"} 0.5\nsglang:kv_used_tokens 7\nsglang:cache_config_info{page_size=\"2\",num_pages=\"9\"} 1\n", uint8(0))
+	f.Add("trtllm_kv_cache_utilization 0.5\nnv_trt_llm_request_metrics{request_type=\"waiting\"} 3\n", uint8(1))
+	f.Add(`{"loads":[{"dp_rank":1,"num_used_tokens":5,"max_total_num_tokens":9,"token_usage":0.5}]}`, uint8(2))
+	f.Add("u{r=\"3\"} 5\nt 6\nb 7\nn{a=\"b\"} 3\n", uint8(3))
+	f.Fuzz(func(t *testing.T, body string, at uint8) {
+		r := monitor.Reader{At: int(at % 3), Server: `{"page_size":3}`}
+		if at%4 == 3 {
+			r = monitor.Reader{Worker: worker.Worker{Engine: "custom", Custom: worker.Custom{
+				KVUsedTokens: "u", KVTotalTokens: "t", BlockSize: "b", RankLabel: "r", Waiting: "n{a=b}",
+			}}}
+		}
+		for range 2 {
+			samples, _, _, _ := r.Read(body, epoch)
+			last := int64(-1)
+			for _, s := range samples {
+				if ratio := s.KVUsageRatio; ratio != nil && !(*ratio >= 0 && *ratio <= math.MaxFloat64) {
+					t.Errorf("ratio %v", *ratio)
+				}
+				for _, n := range []*uint64{s.KVUsedBlocks, s.KVTotalBlocks, s.Running, s.Waiting, s.BlockSize} {
+					if n != nil && *n > 1<<60 {
+						t.Errorf("%s: a number has become %d", show(samples), *n)
+					}
+				}
+				if int64(s.Rank.DP) <= last || s.Rank.DP == worker.AnyDP {
+					t.Errorf("%s: ranks are not in order", show(samples))
+				}
+				last = int64(s.Rank.DP)
+			}
+		}
+	})
 }

@@ -22,6 +22,7 @@ const (
 // listen takes in load events until ctx ends. Publishers may come and go; only sockets that
 // cannot be had are a problem.
 func (m *KvWorkerMonitor) listen(ctx context.Context) {
+	m.log.Info("load events are taken in", "publishers", m.cfg.EventEndpoints)
 	problem := ""
 	told := map[string]bool{}
 	for retry := firstRetry; ; retry = min(2*retry, lastRetry) {

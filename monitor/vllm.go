@@ -318,7 +318,7 @@ func (c *count) addTo(sum *uint64) *uint64 {
 	}
 	n := uint64(math.Round(min(v, maxCount)))
 	if sum != nil {
-		n += *sum
+		n = min(n+*sum, maxCount)
 	}
 	return &n
 }

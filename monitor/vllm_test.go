@@ -138,6 +138,19 @@ vllm:cache_config_info{engine="0",num_gpu_blocks="18446744073709551615"} 1
 	}
 }
 
+// However many names have requests, their sum stays a number.
+func TestCountsHaveABound(t *testing.T) {
+	var b strings.Builder
+	for i := range 5000 {
+		fmt.Fprintf(&b, "vllm:num_requests_running{model_name=\"%d\"} 9e15\n", i)
+	}
+	var r monitor.Reader
+	samples, _, _, _ := r.Read(b.String(), epoch)
+	if got, want := show(samples), "0: U=- T=- ratio=- run=9007199254740992 wait=-"; got != want {
+		t.Errorf("5000 names with 9e15 requests each give %q, want %q", got, want)
+	}
+}
+
 func TestPageSequences(t *testing.T) {
 	info := `vllm:cache_config_info{engine="0",num_gpu_blocks="1000"} 1` + "\n"
 	usage := `vllm:kv_cache_usage_perc{engine="0"} 0.5` + "\n"

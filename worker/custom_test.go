@@ -66,3 +66,25 @@ func TestCustom(t *testing.T) {
 		}
 	}
 }
+
+// FuzzParseSeries: what is accepted has names that a page can have, and means the same when it is
+// written with quotes.
+func FuzzParseSeries(f *testing.F) {
+	for _, text := range []string{"a", "a{}", `a{b=c,d="e\"\\"}`, "a{b=}", "a{"} {
+		f.Add(text)
+	}
+	quote := strings.NewReplacer(`\`, `\\`, `"`, `\"`)
+	f.Fuzz(func(t *testing.T, text string) {
+		s, err := worker.ParseSeries(text)
+		if err != nil {
+			return
+		}
+		again := s.Name + "{"
+		for _, l := range s.Labels {
+			again += l.Name + `="` + quote.Replace(l.Value) + `",`
+		}
+		if got, err := worker.ParseSeries(again + "}"); err != nil || !reflect.DeepEqual(got, s) {
+			t.Errorf("%q is %+v, written as %q it is %+v, %v", text, s, again, got, err)
+		}
+	})
+}
