@@ -42,6 +42,7 @@ var errTried = errors.New("proxy: the worker is being tried by another request")
 func (x *exchange) admit(h hints) error {
 	x.model.metrics.queued.Inc()
 	x.waiting = true
+	x.wait.deadline = x.deadlineOf(time.Now())
 	x.estimate = x.scan.promptTokens()
 	x.query = router.Query{
 		PromptTokens: x.estimate, NoDecode: !x.ep.decodes, Only: x.target.Only, DP: h.dp,
@@ -82,6 +83,9 @@ func (x *exchange) admit(h hints) error {
 		}
 		if !last.retry || h.worker != nil || x.attempts > x.retries(last) || x.req.Context().Err() != nil {
 			return first
+		}
+		if x.expired(time.Now()) {
+			return overdue(last)
 		}
 		x.query.Exclude = append(x.query.Exclude, x.sel.Worker.ID)
 	}

@@ -11,6 +11,10 @@ import (
 	"spillway/httperr"
 )
 
+// bodyPart is how many bytes of a body, if there are more to come, must arrive within
+// ClientReadTimeout.
+const bodyPart = 16 << 10
+
 // readBody reads the whole body: retries need it, and net/http notices that a client has left
 // only after it.
 func (x *exchange) readBody() error {
@@ -23,12 +27,15 @@ func (x *exchange) readBody() error {
 	x.pooled = bodies.get(x.req.ContentLength)
 	b := (*x.pooled)[:0]
 	src := http.MaxBytesReader(x.w.Writer, x.req.Body, limit)
-	for {
+	for extend := 0; ; {
 		if len(b) == cap(b) {
 			b = append(b, 0)[:len(b)]
 		}
-		if err := rc.SetReadDeadline(time.Now().Add(x.s.cfg.ClientReadTimeout)); err != nil && !errors.Is(err, http.ErrNotSupported) {
-			return &httperr.Error{Status: 400, Cause: httperr.Validation, Message: "The request body could not be read", Detail: err}
+		if len(b) >= extend { // bytes that trickle in do not extend the time
+			extend = len(b) + bodyPart
+			if err := rc.SetReadDeadline(time.Now().Add(x.s.cfg.ClientReadTimeout)); err != nil && !errors.Is(err, http.ErrNotSupported) {
+				return &httperr.Error{Status: 400, Cause: httperr.Validation, Message: "The request body could not be read", Detail: err}
+			}
 		}
 		n, err := src.Read(b[len(b):cap(b)])
 		b = b[:len(b)+n]

@@ -22,31 +22,36 @@ type Config struct {
 	AdminAddr   string `koanf:"admin-addr" usage:"second address (host:port), to which /busy_threshold, metrics and profiles move"`
 	AdminToken  string `koanf:"admin-token" usage:"bearer token for changing thresholds and workers, and for profiles"`
 
-	BodyLimitMB         int           `koanf:"body-limit-mb" dyn:"DYN_HTTP_BODY_LIMIT_MB" usage:"largest request body in binary megabytes"`
-	DialTimeout         time.Duration `koanf:"dial-timeout" usage:"limit for connecting to a worker"`
-	ClientWriteTimeout  time.Duration `koanf:"client-write-timeout" usage:"limit for one write to a client that does not read"`
-	ClientReadTimeout   time.Duration `koanf:"client-read-timeout" usage:"limit for a pause while a client sends its request body"`
-	DrainTimeout        time.Duration `koanf:"drain-timeout" dyn:"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS" usage:"how long running requests may take after SIGTERM"`
-	DrainDelay          time.Duration `koanf:"drain-delay" usage:"how long after SIGTERM requests are still admitted while /health and /ready say no"`
-	MigrationLimit      int           `koanf:"migration-limit" dyn:"DYN_MIGRATION_LIMIT" usage:"further workers to try before the first byte of an answer"`
-	InhibitedDuration   time.Duration `koanf:"inhibited-duration" dyn:"DYN_RUNTIME_INHIBITED_DURATION_SECS" usage:"how long a worker that failed hard is left alone; 0 is off"`
-	RetryOn500          bool          `koanf:"retry-on-500" usage:"try another worker after a 500 too"`
-	CommitOn            string        `koanf:"commit-on" usage:"when a stream is committed to its worker: event (its first) or head"`
-	UnaryPrefill        string        `koanf:"unary-prefill" usage:"when the prefill load of a request that does not stream ends: estimate, or hold until the response head"`
-	SlotMaxAge          time.Duration `koanf:"slot-max-age" usage:"age without progress at which a reservation whose request is gone counts as leaked"`
-	OverloadStatusCode  string        `koanf:"overload-status-code" dyn:"DYN_HTTP_OVERLOAD_STATUS_CODE" usage:"status of a refusal because of load"`
-	RetryAfter          string        `koanf:"retry-after" usage:"seconds for Retry-After on such a refusal; 0 sends none, auto follows the rate at which room is freed"`
-	ErrorEnvelope       string        `koanf:"error-envelope" usage:"shape of error bodies: flat, or openai to wrap them in an error object"`
-	ExposeUpstreamError bool          `koanf:"expose-upstream-errors" usage:"pass on the bodies of workers' 5xx answers"`
-	ForceIncludeUsage   bool          `koanf:"force-include-usage" dyn:"DYN_ENABLE_FORCE_INCLUDE_USAGE" usage:"always ask workers for usage on streams"`
-	StrictValidation    bool          `koanf:"strict-validation" usage:"check sampling parameters and refuse unknown fields"`
-	StripNvext          bool          `koanf:"strip-nvext" usage:"remove nvext from bodies before they go to a worker"`
-	ForwardAuth         *bool         `koanf:"forward-authorization" usage:"pass on the client's Authorization and X-Api-Key headers to workers without a key of their own; unset is only without api-key"`
-	HideWorkerHeaders   bool          `koanf:"hide-worker-headers" usage:"leave out X-Spillway-Worker, X-Spillway-Dp-Rank and X-Spillway-Attempts"`
-	SuppressSDKRetry    bool          `koanf:"suppress-sdk-retry" usage:"send x-should-retry: false with refusals because of load"`
-	DisableRoutingHints bool          `koanf:"disable-routing-hints" dyn:"DYN_DISABLE_FRONTEND_NVEXT" usage:"ignore headers that pin a request to a worker or rank"`
-	DisableAdminAPI     bool          `koanf:"disable-admin-api" dyn:"DYN_DISABLE_FRONTEND_ADMIN_API" usage:"do not serve /busy_threshold"`
-	MetadataHeader      string        `koanf:"metadata-header" dyn:"DYN_METADATA_HEADER" usage:"prefix of headers that carry metadata"`
+	BodyLimitMB             int           `koanf:"body-limit-mb" dyn:"DYN_HTTP_BODY_LIMIT_MB" usage:"largest request body in binary megabytes"`
+	DialTimeout             time.Duration `koanf:"dial-timeout" usage:"limit for connecting to a worker"`
+	ResponseHeaderTimeout   time.Duration `koanf:"response-header-timeout" usage:"limit for a worker to begin its answer, which without streaming it does when all is generated; 0 is off"`
+	StreamInactivityTimeout time.Duration `koanf:"stream-inactivity-timeout" dyn:"DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS" usage:"limit for a pause in a worker's answer; 0 is off"`
+	RequestTimeout          time.Duration `koanf:"request-timeout" usage:"limit for a request as a whole; clients may ask for less by x-request-timeout-ms; 0 is off"`
+	ClientWriteTimeout      time.Duration `koanf:"client-write-timeout" usage:"limit for one write to a client that does not read"`
+	ClientReadTimeout       time.Duration `koanf:"client-read-timeout" usage:"limit for each 16 KiB of a request body to come from a client"`
+	DrainTimeout            time.Duration `koanf:"drain-timeout" dyn:"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS" usage:"how long running requests may take after SIGTERM"`
+	DrainDelay              time.Duration `koanf:"drain-delay" usage:"how long after SIGTERM requests are still admitted while /health and /ready say no"`
+	MigrationLimit          int           `koanf:"migration-limit" dyn:"DYN_MIGRATION_LIMIT" usage:"further workers to try before the first byte of an answer"`
+	InhibitedDuration       time.Duration `koanf:"inhibited-duration" dyn:"DYN_RUNTIME_INHIBITED_DURATION_SECS" usage:"how long a worker that failed hard is left alone; 0 is off"`
+	RetryOn500              bool          `koanf:"retry-on-500" usage:"try another worker after a 500 too"`
+	CommitOn                string        `koanf:"commit-on" usage:"when a stream is committed to its worker: event (its first) or head"`
+	PreCommitPeek           time.Duration `koanf:"pre-commit-peek" dyn:"DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS" usage:"how long after a worker's head its first event is waited for before the stream is committed all the same; 0 is without limit"`
+	SSEKeepAliveInterval    time.Duration `koanf:"sse-keep-alive-interval" dyn:"DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS" bad:"dyn" usage:"pause after which a stream is sent a comment; 0 is off"`
+	UnaryPrefill            string        `koanf:"unary-prefill" usage:"when the prefill load of a request that does not stream ends: estimate, or hold until the response head"`
+	SlotMaxAge              time.Duration `koanf:"slot-max-age" usage:"age without progress at which a reservation whose request is gone counts as leaked"`
+	OverloadStatusCode      string        `koanf:"overload-status-code" dyn:"DYN_HTTP_OVERLOAD_STATUS_CODE" usage:"status of a refusal because of load"`
+	RetryAfter              string        `koanf:"retry-after" usage:"seconds for Retry-After on such a refusal; 0 sends none, auto follows the rate at which room is freed"`
+	ErrorEnvelope           string        `koanf:"error-envelope" usage:"shape of error bodies: flat, or openai to wrap them in an error object"`
+	ExposeUpstreamError     bool          `koanf:"expose-upstream-errors" usage:"pass on the bodies of workers' 5xx answers"`
+	ForceIncludeUsage       bool          `koanf:"force-include-usage" dyn:"DYN_ENABLE_FORCE_INCLUDE_USAGE" usage:"always ask workers for usage on streams"`
+	StrictValidation        bool          `koanf:"strict-validation" usage:"check sampling parameters and refuse unknown fields"`
+	StripNvext              bool          `koanf:"strip-nvext" usage:"remove nvext from bodies before they go to a worker"`
+	ForwardAuth             *bool         `koanf:"forward-authorization" usage:"pass on the client's Authorization and X-Api-Key headers to workers without a key of their own; unset is only without api-key"`
+	HideWorkerHeaders       bool          `koanf:"hide-worker-headers" usage:"leave out X-Spillway-Worker, X-Spillway-Dp-Rank and X-Spillway-Attempts"`
+	SuppressSDKRetry        bool          `koanf:"suppress-sdk-retry" usage:"send x-should-retry: false with refusals because of load"`
+	DisableRoutingHints     bool          `koanf:"disable-routing-hints" dyn:"DYN_DISABLE_FRONTEND_NVEXT" usage:"ignore headers that pin a request to a worker or rank"`
+	DisableAdminAPI         bool          `koanf:"disable-admin-api" dyn:"DYN_DISABLE_FRONTEND_ADMIN_API" usage:"do not serve /busy_threshold"`
+	MetadataHeader          string        `koanf:"metadata-header" dyn:"DYN_METADATA_HEADER" usage:"prefix of headers that carry metadata"`
 
 	CBFailureThreshold uint64        `koanf:"cb-failure-threshold" usage:"failures in a row after which a worker's circuit opens and it gets no requests; 0 is off"`
 	CBWindow           time.Duration `koanf:"cb-window" usage:"time within which these failures count"`
@@ -102,6 +107,8 @@ func (c Config) Validate() error {
 	}
 	for key, d := range map[string]time.Duration{
 		"drain-timeout": c.DrainTimeout, "drain-delay": c.DrainDelay, "inhibited-duration": c.InhibitedDuration,
+		"response-header-timeout": c.ResponseHeaderTimeout, "stream-inactivity-timeout": c.StreamInactivityTimeout,
+		"request-timeout": c.RequestTimeout, "pre-commit-peek": c.PreCommitPeek, "sse-keep-alive-interval": c.SSEKeepAliveInterval,
 	} {
 		if d < 0 {
 			fail(key, "%v is negative", d)

@@ -44,7 +44,8 @@ type exchange struct {
 	sentAt   time.Time // of the present attempt
 	waiting  bool      // counted in dynamo_queued_requests
 	armed    time.Time // when the write deadline was last set
-	gone     bool      // the client could not be written to
+	wait     wait
+	gone     bool // the client could not be written to
 	out      outcome
 }
 

@@ -9,6 +9,7 @@ import (
 	"math/bits"
 	"net/http"
 	"net/textproto"
+	"os"
 	"strconv"
 	"strings"
 	"time"
@@ -27,12 +28,13 @@ func (x *exchange) try(attempt int) error {
 	defer bodies.put(head)
 	*head = x.appendHead((*head)[:0], attempt)
 	resp, err := x.peer.client.Do(x.req.Context(), &upstream.Request{
-		Method: http.MethodPost, Path: x.ep.path, Head: *head, Body: x.forward,
+		Method: http.MethodPost, Path: x.ep.path, Head: *head, Body: x.forward, HeadDeadline: x.headDeadline(),
 	})
 	if err != nil {
-		return x.lost(err)
+		return x.lost(err, x.scan.stream == yes)
 	}
 	defer resp.Close()
+	x.begun()
 	x.peer.answered(resp.Status)
 	switch {
 	case resp.Status >= 200 && resp.Status < 300:
@@ -49,10 +51,14 @@ func (x *exchange) try(attempt int) error {
 }
 
 // lost makes of a transport error what the client gets, and takes the worker out for a while
-// unless it was the client that left.
-func (x *exchange) lost(err error) error {
+// unless it was the client that left or ran out of time. retry is whether a limit that the worker
+// passed is a reason to try another one.
+func (x *exchange) lost(err error, retry bool) error {
 	if ctxErr := x.req.Context().Err(); ctxErr != nil {
 		return ctxErr
+	}
+	if now := time.Now(); x.expired(now) || errors.Is(err, os.ErrDeadlineExceeded) {
+		return x.late(now, retry, err)
 	}
 	if errors.Is(err, upstream.ErrRequest) { // our own mistake
 		return &httperr.Error{Status: 500, Cause: httperr.Internal, Message: "Internal server error", Detail: err}
@@ -80,14 +86,24 @@ func (x *exchange) badGateway(reason retryReason, err error) *failure {
 	}}
 }
 
-// maxErrorBody bounds what is read of a worker's error in bytes.
-const maxErrorBody = 64 << 10
+// What is read of a worker's error is bounded in bytes, and in time.
+const (
+	maxErrorBody  = 64 << 10
+	errorBodyTime = 5 * time.Second
+)
 
 // refused deals with a status by which a worker declines or fails.
 func (x *exchange) refused(resp *upstream.Response) error {
-	body, err := io.ReadAll(io.LimitReader(resp, maxErrorBody))
-	if err != nil && x.req.Context().Err() != nil {
-		return x.req.Context().Err()
+	var body []byte
+	for until := time.Now().Add(errorBodyTime); len(body) < maxErrorBody; {
+		part, err := x.next(resp, until)
+		if err != nil {
+			break // the status says enough
+		}
+		body = append(body, part[:min(len(part), maxErrorBody-len(body))]...)
+	}
+	if err := x.req.Context().Err(); err != nil {
+		return err
 	}
 	answer := x.declined(resp.Status, retryAfterOf(resp), body)
 	var f *failure
@@ -192,13 +208,13 @@ func (x *exchange) unary(resp *upstream.Response) error {
 	x.prefillDone(time.Now())
 	var body []byte
 	for {
-		part, err := resp.Next()
+		part, err := x.next(resp, time.Time{})
 		switch {
 		case errors.Is(err, io.EOF):
 			x.copyHeaders(resp)
 			return x.whole(resp.Status, body)
 		case err != nil:
-			return x.lost(err)
+			return x.lost(err, true)
 		case body == nil && resp.Complete() && int64(len(part)) == resp.ContentLength:
 			x.copyHeaders(resp)
 			return x.whole(resp.Status, part) // it came in one read: nothing to collect
@@ -252,16 +268,13 @@ func (x *exchange) large(resp *upstream.Response, part []byte) error {
 			x.left()
 			return nil
 		}
-		part, err = resp.Next()
+		part, err = x.next(resp, time.Time{})
 		switch {
 		case errors.Is(err, io.EOF):
 			x.verdict = succeeded
 			return nil
 		case err != nil:
-			if x.req.Context().Err() == nil {
-				x.inhibit()
-			}
-			x.out.failure = x.told(err)
+			x.out.failure = x.told(x.lost(err, false))
 			panic(http.ErrAbortHandler) // the only way to tell the client that the answer is not whole
 		}
 	}

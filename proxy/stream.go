@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"os"
 	"strconv"
 	"time"
 
@@ -29,6 +30,8 @@ type stream struct {
 	seen      [4]uint64
 	ended     [4]uint64 // choices by index
 	spoken    uint64    // completion tokens that usage has told so far
+	headAt    time.Time // when the head came
+	wrote     time.Time // when the client was last sent something; at first headAt
 }
 
 // stream relays events as the bytes that came: one write and one flush for all that arrived
@@ -37,12 +40,16 @@ type stream struct {
 func (x *exchange) stream(resp *upstream.Response) error {
 	st := &stream{x: x, resp: resp}
 	st.blocks = ceilDiv(x.query.PromptTokens, uint64(x.sel.BlockSize))
+	if x.s.cfg.PreCommitPeek > 0 || x.s.cfg.SSEKeepAliveInterval > 0 {
+		st.headAt = time.Now()
+		st.wrote = st.headAt
+	}
 	if x.s.cfg.CommitOn == "head" {
 		st.commit()
 		x.flush()
 	}
 	for !st.done {
-		part, err := resp.Next()
+		part, err := st.next()
 		if err != nil {
 			return st.over(err)
 		}
@@ -54,6 +61,53 @@ func (x *exchange) stream(resp *upstream.Response) error {
 		}
 	}
 	st.drain()
+	return nil
+}
+
+// next returns what the worker sends next. While it sends nothing, the client may have to be sent
+// something.
+func (st *stream) next() ([]byte, error) {
+	for {
+		until := st.wake()
+		part, err := st.x.next(st.resp, until)
+		if err == nil || until.IsZero() || !errors.Is(err, os.ErrDeadlineExceeded) {
+			return part, err
+		}
+		now := time.Now()
+		if st.x.passed(now) {
+			return nil, err
+		}
+		if err := st.woken(now); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// wake is when something is to be done although nothing comes; zero is never.
+func (st *stream) wake() time.Time {
+	var at time.Time
+	if d := st.x.s.cfg.PreCommitPeek; d > 0 && !st.committed {
+		at = st.headAt.Add(d)
+	}
+	if d := st.x.s.cfg.SSEKeepAliveInterval; d > 0 {
+		at = earlier(at, st.wrote.Add(d))
+	}
+	return at
+}
+
+var keepAlive = []byte(":\n\n")
+
+// woken does what wake has put off until now.
+func (st *stream) woken(now time.Time) error {
+	x := st.x
+	if d := x.s.cfg.PreCommitPeek; d > 0 && !st.committed && !now.Before(st.headAt.Add(d)) {
+		x.armWrite(now)
+		st.commit()
+		x.flush()
+	}
+	if d := x.s.cfg.SSEKeepAliveInterval; d > 0 && !now.Before(st.wrote.Add(d)) {
+		return st.write(keepAlive)
+	}
 	return nil
 }
 
@@ -218,7 +272,9 @@ func (st *stream) write(events []byte) error {
 	if !st.committed {
 		st.commit()
 	}
-	x.armWrite(time.Now())
+	now := time.Now()
+	x.armWrite(now)
+	st.wrote = now
 	// echo's wrapper only counts; the server's own writer is written and flushed.
 	n, err := x.w.Writer.Write(events)
 	x.out.written += int64(n)
@@ -239,24 +295,29 @@ func (st *stream) over(err error) error {
 		}
 		return ctxErr
 	}
+	if x.gone {
+		return context.Canceled
+	}
 	clean := errors.Is(err, io.EOF) && blank(st.pending)
 	switch {
-	case st.failed: // the client has been told already
-		if !clean {
-			x.inhibit()
-		}
-		return nil
-	case clean && allEnded(&st.seen, &st.ended):
+	case st.failed && clean:
+		return nil // the client has been told already
+	case !st.failed && clean && allEnded(&st.seen, &st.ended):
 		x.verdict = succeeded
 		st.learn()
 		return st.write(append(st.pending, doneEvent...))
 	case errors.Is(err, io.EOF):
 		err = fmt.Errorf("the stream ended before its answer: %w", io.ErrUnexpectedEOF)
 	}
-	if !st.committed {
-		return x.lost(err)
+	lost := x.lost(err, true)
+	switch e := x.told(lost); {
+	case !st.committed:
+		return lost
+	case st.failed: // the client has been told already
+		return nil
+	case e.Cause == httperr.ResponseTimeout:
+		return st.breakOff(e)
 	}
-	x.inhibit()
 	return st.breakOff(&httperr.Error{
 		Status: 500, Cause: httperr.Internal, Message: "The worker broke off the stream",
 		Detail: fmt.Errorf("worker %s: %w", x.sel.Worker.Name, err),

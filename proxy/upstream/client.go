@@ -131,7 +131,7 @@ func (c *Client) Do(ctx context.Context, req *Request) (*Response, error) {
 	for {
 		if cn == nil {
 			var err error
-			if cn, err = c.dial(ctx); err != nil {
+			if cn, err = c.dial(ctx, req.HeadDeadline); err != nil {
 				return nil, err
 			}
 		}

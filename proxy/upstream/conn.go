@@ -38,9 +38,13 @@ type conn struct {
 	silent bool
 }
 
-// dial makes a connection to the worker. Its errors are ErrDial and the context's.
-func (c *Client) dial(ctx context.Context) (*conn, error) {
-	limited, cancel := context.WithTimeout(ctx, c.cfg.DialTimeout)
+// dial makes a connection to the worker, until the given time if it is not zero. Its errors are
+// ErrDial and the context's.
+func (c *Client) dial(ctx context.Context, until time.Time) (*conn, error) {
+	if latest := time.Now().Add(c.cfg.DialTimeout); until.IsZero() || latest.Before(until) {
+		until = latest
+	}
+	limited, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
 	var d net.Dialer
 	sock, err := d.DialContext(limited, "tcp", c.addr)

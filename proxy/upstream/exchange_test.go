@@ -214,6 +214,7 @@ func TestCancelAfterTheEndDoesNotHurt(t *testing.T) {
 }
 
 func TestDeadlines(t *testing.T) {
+	proceed := make(chan struct{})
 	w := newWorker(t, func(p *peer) {
 		for {
 			switch body, ok := p.request(); {
@@ -222,6 +223,8 @@ func TestDeadlines(t *testing.T) {
 			case body == "silence":
 			case body == "half":
 				p.say("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\no")
+				<-proceed
+				p.say("k")
 			default:
 				p.say(plain)
 			}
@@ -256,6 +259,16 @@ func TestDeadlines(t *testing.T) {
 	}
 	if body, err := io.ReadAll(resp); string(body) != "o" || !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("ReadAll = %q, %v, want os.ErrDeadlineExceeded", body, err)
+	}
+	if _, err := resp.Next(); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("Next after a deadline = %v, want os.ErrDeadlineExceeded again", err)
+	}
+	if err := resp.SetReadDeadline(time.Now().Add(patience)); err != nil {
+		t.Error(err)
+	}
+	proceed <- struct{}{}
+	if body, err := io.ReadAll(resp); string(body) != "k" || err != nil {
+		t.Errorf("ReadAll with a new deadline = %q, %v, want the rest", body, err)
 	}
 	resp.Close()
 

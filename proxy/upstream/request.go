@@ -17,8 +17,8 @@ type Request struct {
 	// and Content-Length are added by Do; these and Transfer-Encoding must not be in it.
 	Head []byte
 	Body []byte // the whole body; never modified, and only TLS makes copies
-	// HeadDeadline is when to give up waiting for the response head; zero is never. It is
-	// off again once the head has come.
+	// HeadDeadline is when to give up waiting for the response head, or for the connection
+	// (which then is ErrDial); zero is never. It is off again once the head has come.
 	HeadDeadline time.Time
 }
 

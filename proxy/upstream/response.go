@@ -67,10 +67,13 @@ func (r *Response) Reused() bool { return r.reused }
 func (r *Response) Complete() bool { return r.err == io.EOF }
 
 // SetReadDeadline sets the time after which Read and Next fail with os.ErrDeadlineExceeded;
-// zero is never. After such a failure the response can only be closed.
+// zero is never. After such a failure another deadline lets reading go on where it was.
 func (r *Response) SetReadDeadline(t time.Time) error {
 	if r.conn == nil {
 		return ErrClosed
+	}
+	if errors.Is(r.err, os.ErrDeadlineExceeded) {
+		r.err = nil // nothing was lost: a read that times out has taken no bytes
 	}
 	r.deadline = r.deadline || !t.IsZero()
 	if err := r.conn.nc.SetReadDeadline(t); err != nil {
