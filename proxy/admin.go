@@ -34,6 +34,13 @@ func (s *Server) operate(t *routeTable) {
 // administer adds the routes that exist only on the admin address. Profiles are behind the admin
 // token too: one of them is the command line, where the token may stand.
 func (s *Server) administer(t *routeTable) {
+	if !s.cfg.DisableAdminAPI {
+		t.add(http.MethodGet, "/workers", s.listWorkers)
+		t.add(http.MethodPost, "/workers", s.guarded(s.setWorker))
+		t.add(http.MethodGet, "/workers/:id", s.showWorker)
+		t.add(http.MethodPatch, "/workers/:id", s.guarded(s.patchWorker))
+		t.add(http.MethodDelete, "/workers/:id", s.guarded(s.removeWorker))
+	}
 	profiles := map[string]http.HandlerFunc{
 		"/debug/pprof/cmdline": pprof.Cmdline, "/debug/pprof/profile": pprof.Profile,
 		"/debug/pprof/symbol": pprof.Symbol, "/debug/pprof/trace": pprof.Trace, "/debug/pprof/*": pprof.Index,

@@ -93,13 +93,12 @@ func TestCredentialsForwarded(t *testing.T) {
 	}
 }
 
-// admin sends a request to the admin address.
+// operator sends a request to the admin address.
 func (f *front) operator(method, path, body string, headers ...string) got {
 	f.t.Helper()
-	public := f.url
-	defer func() { f.url = public }()
-	f.url = f.adminURL
-	return f.send(method, path, body, headers...)
+	at := *f
+	at.url = f.adminURL
+	return at.send(method, path, body, headers...)
 }
 
 func apart(c *proxy.Config) { c.AdminAddr = "127.0.0.1:0" }

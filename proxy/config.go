@@ -19,7 +19,7 @@ type Config struct {
 	TLSCertPath string `koanf:"tls-cert-path" dyn:"DYN_TLS_CERT_PATH" usage:"file of the certificate to serve TLS with, on every address"`
 	TLSKeyPath  string `koanf:"tls-key-path" dyn:"DYN_TLS_KEY_PATH" usage:"file of the certificate's key"`
 	APIKey      string `koanf:"api-key" usage:"bearer token that clients must send for models and inference"`
-	AdminAddr   string `koanf:"admin-addr" usage:"second address (host:port), to which /busy_threshold, metrics and profiles move"`
+	AdminAddr   string `koanf:"admin-addr" usage:"second address (host:port), to which /busy_threshold and the metrics move, and which alone has /workers and profiles"`
 	AdminToken  string `koanf:"admin-token" usage:"bearer token for changing thresholds and workers, and for profiles"`
 
 	BodyLimitMB             int           `koanf:"body-limit-mb" dyn:"DYN_HTTP_BODY_LIMIT_MB" usage:"largest request body in binary megabytes"`
@@ -50,7 +50,7 @@ type Config struct {
 	HideWorkerHeaders       bool          `koanf:"hide-worker-headers" usage:"leave out X-Spillway-Worker, X-Spillway-Dp-Rank and X-Spillway-Attempts"`
 	SuppressSDKRetry        bool          `koanf:"suppress-sdk-retry" usage:"send x-should-retry: false with refusals because of load"`
 	DisableRoutingHints     bool          `koanf:"disable-routing-hints" dyn:"DYN_DISABLE_FRONTEND_NVEXT" usage:"ignore headers that pin a request to a worker or rank"`
-	DisableAdminAPI         bool          `koanf:"disable-admin-api" dyn:"DYN_DISABLE_FRONTEND_ADMIN_API" usage:"do not serve /busy_threshold"`
+	DisableAdminAPI         bool          `koanf:"disable-admin-api" dyn:"DYN_DISABLE_FRONTEND_ADMIN_API" usage:"do not serve /busy_threshold and /workers"`
 	MetadataHeader          string        `koanf:"metadata-header" dyn:"DYN_METADATA_HEADER" usage:"prefix of headers that carry metadata"`
 
 	CBFailureThreshold uint64        `koanf:"cb-failure-threshold" usage:"failures in a row after which a worker's circuit opens and it gets no requests; 0 is off"`

@@ -19,6 +19,7 @@ var summaries = map[string]string{
 	"/v1/embeddings": "Embeddings", "/v1/models": "Models that can be asked for",
 	"/v1/models/{id}": "One model; {id}/ready tells how its workers stand",
 	"/openapi.json":   "This document", "/docs": "This document as a page",
+	"/workers": "Workers: those that are known; POST adds or replaces one", "/workers/{id}": "One worker; PATCH changes it, DELETE takes it out",
 	"/debug/pprof/{id}": "One of Go's profiles, or the list of them", "/debug/pprof/cmdline": "The command line",
 	"/debug/pprof/profile": "A CPU profile", "/debug/pprof/symbol": "Names of program counters", "/debug/pprof/trace": "An execution trace",
 }
@@ -27,7 +28,7 @@ var summaries = map[string]string{
 func openAPI(c echo.Context, e *echo.Echo) error {
 	paths := map[string]map[string]any{}
 	for _, r := range e.Routes() {
-		path := strings.Replace(r.Path, "*", "{id}", 1)
+		path := strings.NewReplacer("*", "{id}", ":id", "{id}").Replace(r.Path)
 		if paths[path] == nil {
 			paths[path] = map[string]any{}
 		}
@@ -40,7 +41,7 @@ func openAPI(c echo.Context, e *echo.Echo) error {
 				"name": "id", "in": "path", "required": true, "schema": map[string]string{"type": "string"},
 			}}
 		}
-		if r.Method == http.MethodPost {
+		if r.Method == http.MethodPost || r.Method == http.MethodPatch {
 			op["requestBody"] = map[string]any{"content": map[string]any{
 				"application/json": map[string]any{"schema": map[string]string{"type": "object"}},
 			}}

@@ -17,6 +17,7 @@ import (
 	"github.com/labstack/echo/v4"
 	"github.com/prometheus/client_golang/prometheus"
 
+	"spillway/busy"
 	"spillway/httperr"
 	"spillway/router"
 	"spillway/worker"
@@ -56,11 +57,12 @@ type Server struct {
 	inflight atomic.Int64  // inference requests whose answer is not written yet
 	drained  chan struct{} // told when inflight reaches 0 while draining
 
-	slots  slots    // reservations of requests that are still there
-	peers  sync.Map // worker.ID -> *peer
-	freed  rates    // of reservations given back and of refusals, for Retry-After
-	models models   // what is remembered of each model
-	access accessLog
+	slots   slots    // reservations of requests that are still there
+	peers   sync.Map // worker.ID -> *peer
+	freed   rates    // of reservations given back and of refusals, for Retry-After
+	models  models   // what is remembered of each model
+	workers directory
+	access  accessLog
 }
 
 // New returns a server that decides with r. Nothing runs yet; metrics are registered with reg,
@@ -84,6 +86,7 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 	s.metrics = newMetrics(reg, r, &s.peers)
 	s.models.made = s.metrics.model
 	s.slots.init()
+	s.workers = directory{server: s, entries: map[worker.ID]*entry{}, watch: func(*worker.Worker, *busy.List) {}, forget: func(worker.ID) {}}
 	if err := s.routes(); err != nil {
 		return nil, err
 	}

@@ -83,30 +83,24 @@ func newFrontend(cfg configs.Serving, fleet configs.Fleet, log *slog.Logger) (*f
 	watcher := monitor.New(cfg.Monitor, log, metrics)
 	watcher.StaleIsBusy = cfg.Busy.StalePolicy == busy.StaleBusy
 	watcher.Register = func(w *worker.Worker) (*busy.List, error) {
-		p, err := routes.Register(w, time.Now())
-		if err != nil {
-			return nil, err
+		list, err := server.Learned(w)
+		if err == nil {
+			log.Info("worker known", "worker", w.Name, "endpoint", w.Endpoint, "model", w.Models[0])
 		}
-		log.Info("worker known", "worker", w.Name, "endpoint", w.Endpoint, "model", w.Models[0])
-		return p.Busy, nil
+		return list, err
 	}
+	server.Link(watcher.Watch, watcher.Forget)
 	watcher.Needed = routes.ThresholdsSet
 	watcher.Held = func(r worker.Rank, now time.Time) bool { return routes.Held(r, now.Add(-oldReservation)) }
 	for i := range fleet.Workers {
 		w := &fleet.Workers[i]
-		if len(w.Models) == 0 {
-			log.Info("worker configured, its models are asked of it", "worker", w.Name, "endpoint", w.Endpoint)
-			watcher.Watch(w, nil)
-			continue
-		}
-		list, err := watcher.Register(w)
-		if err != nil {
+		if err := server.Join(w); err != nil {
 			return nil, err
 		}
-		watcher.Watch(w, list)
+		log.Info("worker configured", "worker", w.Name, "endpoint", w.Endpoint, "models", w.Models)
 	}
-	if len(fleet.Workers) == 0 {
-		log.Warn("no workers configured: every request will be refused; give --workers or --config")
+	if len(fleet.Workers) == 0 && cfg.Proxy.AdminAddr == "" {
+		log.Warn("no workers configured: every request will be refused; give --workers or --config, or --admin-addr to add them there")
 	}
 	logChecks(log, cfg.Busy.Thresholds())
 	return &frontend{server: server, monitor: watcher}, nil
