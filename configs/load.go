@@ -143,10 +143,23 @@ func (l *loader) ourVariables(values map[string]any) {
 func (l *loader) dynVariables(values map[string]any) {
 	for _, s := range l.settings { // an unknown DYN_* is not ours
 		text, ok := values[s.dyn].(string)
+		source := "variable " + s.dyn
+		if s.dynIf != "" {
+			gate, _ := values[s.dynIf].(string)
+			on, err := parseBool(gate)
+			if err != nil {
+				l.fail(s, "variable "+s.dynIf, err)
+			}
+			if err != nil || !on {
+				continue
+			}
+			if !ok {
+				text, ok, source = s.dynElse, true, "variable "+s.dynIf
+			}
+		}
 		if s.dyn == "" || !ok {
 			continue
 		}
-		source := "variable " + s.dyn
 		if s.dynBool != "" {
 			on, err := parseBool(text)
 			if err != nil {

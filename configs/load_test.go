@@ -21,6 +21,7 @@ type limits struct {
 	Tokens *uint64       `koanf:"tokens" usage:"tokens, or None"`
 	Hold   time.Duration `koanf:"hold" dyn:"DYN_HOLD_SECS" usage:"how long"`
 	Peek   time.Duration `koanf:"peek" dyn:"DYN_PEEK_MS" usage:"how long"`
+	Wait   time.Duration `koanf:"wait" dyn:"DYN_WAIT" dynunit:"s" dynif:"DYN_CHECK" dynelse:"10" usage:"how long"`
 }
 
 type command struct {
@@ -134,6 +135,11 @@ func TestValues(t *testing.T) {
 		{"pointer to zero", "frac: 0\ntokens: 0", nil, nil, func(c *command) { c.Limits.Frac, c.Limits.Tokens = new(0.0), new(uint64(0)) }},
 		{"None in a flag", "frac: 0.5", nil, []string{"--frac=None"}, func(*command) {}},
 		{"nOnE in a variable", "frac: 0.5", []string{"SPILLWAY_FRAC=nOnE"}, nil, func(*command) {}},
+		{"bare seconds without _SECS", "", []string{"DYN_CHECK=yes", "DYN_WAIT=1.5"}, nil, func(c *command) { c.Limits.Wait = 1500 * time.Millisecond }},
+		{"a DYN that depends on another", "wait: 3s", []string{"DYN_CHECK=false", "DYN_WAIT=7"}, nil, func(c *command) { c.Limits.Wait = 3 * time.Second }},
+		{"which is not there", "", []string{"DYN_WAIT=7"}, nil, func(*command) {}},
+		{"the other alone", "", []string{"DYN_CHECK=1"}, nil, func(c *command) { c.Limits.Wait = 10 * time.Second }},
+		{"SPILLWAY over both", "", []string{"DYN_CHECK=1", "SPILLWAY_WAIT=4s"}, nil, func(c *command) { c.Limits.Wait = 4 * time.Second }},
 		{"None in DYN", "frac: 0.5", []string{"DYN_FRAC=None"}, nil, func(*command) {}},
 		{"empty variable unsets", "frac: 0.5", []string{"SPILLWAY_FRAC="}, nil, func(*command) {}},
 		{"empty flag unsets", "tokens: 5", nil, []string{"--tokens", ""}, func(*command) {}},
@@ -198,6 +204,7 @@ func TestErrors(t *testing.T) {
 		{"not a number", "frac: high", nil, nil, `frac: "high" is not a number (from file s.yaml)`},
 		{"duration without a unit", "hold: 5", nil, nil, `hold: "5" is not a duration such as 500ms, 5s or 1m30s (from file s.yaml)`},
 		{"_SECS with a unit", "", []string{"DYN_HOLD_SECS=5s"}, nil, `hold: "5s" is not a number of units of 1s (from variable DYN_HOLD_SECS)`},
+		{"a switch that is neither on nor off", "", []string{"DYN_CHECK=perhaps", "DYN_WAIT=7"}, nil, `wait: "perhaps" is not true or false (from variable DYN_CHECK)`},
 		{"_SECS too large", "", []string{"DYN_HOLD_SECS=1e300"}, nil, "hold: 1e300 is too large (from variable DYN_HOLD_SECS)"},
 		{"bool", "", nil, []string{"--on=maybe"}, `on: "maybe" is not true or false (from flag --on)`},
 		{"bool for a number", "port: true", nil, nil, "port: true is not a whole number (from file s.yaml)"},

@@ -18,6 +18,9 @@ type setting struct {
 	usage    string // for --help
 	dyn      string // documented DYN_ variable, or ""
 	dynBool  string // if not "", dyn is a boolean, and true means this value
+	dynUnit  string // "s": dyn takes bare seconds though its name does not say so
+	dynIf    string // if not "", a boolean variable without which dyn does not count
+	dynElse  string // what dyn counts as if dynIf is true and dyn is not set
 	bad      string // "dyn": a bad value of dyn means the default, with a warning
 	fileOnly bool   // has neither flag nor variable
 	typ      reflect.Type
@@ -72,6 +75,7 @@ func fieldsOf(t reflect.Type, at []int) settings {
 			all = append(all, setting{
 				key: key, index: index, typ: f.Type,
 				usage: f.Tag.Get("usage"), dyn: f.Tag.Get("dyn"), dynBool: f.Tag.Get("dynbool"),
+				dynUnit: f.Tag.Get("dynunit"), dynIf: f.Tag.Get("dynif"), dynElse: f.Tag.Get("dynelse"),
 				bad: f.Tag.Get("bad"), fileOnly: f.Tag.Get("only") == "file",
 			})
 		}

@@ -227,7 +227,7 @@ func dynUnit(s setting) time.Duration {
 		return 0
 	case strings.HasSuffix(s.dyn, "_MS"):
 		return time.Millisecond
-	case strings.HasSuffix(s.dyn, "_SECS"):
+	case strings.HasSuffix(s.dyn, "_SECS"), s.dynUnit == "s":
 		return time.Second
 	}
 	return 0

@@ -163,6 +163,9 @@ func (x *exchange) release() {
 	}
 	now := time.Now()
 	x.permit.settle(x.verdict, now)
+	if x.verdict == succeeded {
+		x.peer.proved.Store(now.UnixNano())
+	}
 	x.slot.part.Free(x.slot.id, now)
 	x.s.freed.free(now)
 }

@@ -53,6 +53,9 @@ type Config struct {
 	DisableAdminAPI         bool          `koanf:"disable-admin-api" dyn:"DYN_DISABLE_FRONTEND_ADMIN_API" usage:"do not serve /busy_threshold and /workers"`
 	MetadataHeader          string        `koanf:"metadata-header" dyn:"DYN_METADATA_HEADER" usage:"prefix of headers that carry metadata"`
 
+	CanaryAfter   time.Duration `koanf:"canary-after" dyn:"DYN_CANARY_WAIT_TIME" dynunit:"s" dynif:"DYN_HEALTH_CHECK_ENABLED" dynelse:"10" usage:"time without a success after which a worker is sent a request for one token; 0 is off"`
+	CanaryTimeout time.Duration `koanf:"canary-timeout" dyn:"DYN_HEALTH_CHECK_REQUEST_TIMEOUT" dynunit:"s" usage:"limit for such a request"`
+
 	CBFailureThreshold uint64        `koanf:"cb-failure-threshold" usage:"failures in a row after which a worker's circuit opens and it gets no requests; 0 is off"`
 	CBWindow           time.Duration `koanf:"cb-window" usage:"time within which these failures count"`
 	CBOpen             time.Duration `koanf:"cb-open" usage:"how long a circuit stays open before requests try the worker one at a time"`
@@ -73,6 +76,7 @@ func DefaultConfig() Config {
 		Host: "0.0.0.0", Port: 8000,
 		BodyLimitMB: 45, DialTimeout: 2 * time.Second, ClientWriteTimeout: time.Minute, ClientReadTimeout: time.Minute,
 		DrainTimeout: 5 * time.Second, MigrationLimit: 1, InhibitedDuration: 5 * time.Second,
+		CanaryTimeout:      3 * time.Second,
 		CBFailureThreshold: 10, CBWindow: 2 * time.Minute, CBOpen: time.Minute, CBSuccessThreshold: 3,
 		CommitOn: "event", UnaryPrefill: "estimate", SlotMaxAge: 10 * time.Minute,
 		OverloadStatusCode: "503", RetryAfter: "1", ErrorEnvelope: "flat", MetadataHeader: "x-dynamo-meta-",
@@ -99,7 +103,7 @@ func (c Config) Validate() error {
 	for key, d := range map[string]time.Duration{
 		"dial-timeout": c.DialTimeout, "client-write-timeout": c.ClientWriteTimeout,
 		"client-read-timeout": c.ClientReadTimeout, "slot-max-age": c.SlotMaxAge,
-		"cb-window": c.CBWindow, "cb-open": c.CBOpen,
+		"canary-timeout": c.CanaryTimeout, "cb-window": c.CBWindow, "cb-open": c.CBOpen,
 	} {
 		if d <= 0 {
 			fail(key, "%v is not positive", d)
@@ -108,7 +112,7 @@ func (c Config) Validate() error {
 	for key, d := range map[string]time.Duration{
 		"drain-timeout": c.DrainTimeout, "drain-delay": c.DrainDelay, "inhibited-duration": c.InhibitedDuration,
 		"response-header-timeout": c.ResponseHeaderTimeout, "stream-inactivity-timeout": c.StreamInactivityTimeout,
-		"request-timeout": c.RequestTimeout, "pre-commit-peek": c.PreCommitPeek, "sse-keep-alive-interval": c.SSEKeepAliveInterval,
+		"canary-after": c.CanaryAfter, "request-timeout": c.RequestTimeout, "pre-commit-peek": c.PreCommitPeek, "sse-keep-alive-interval": c.SSEKeepAliveInterval,
 	} {
 		if d < 0 {
 			fail(key, "%v is negative", d)

@@ -21,6 +21,7 @@ type peer struct {
 	name     []string // value of X-Spillway-Worker, ready for a header map
 	rate     rate
 	circuit  *circuit
+	proved   atomic.Int64                    // Unix time in ns of the last success or canary; at first when the peer was made
 	answers  [len(codeClasses)]atomic.Uint64 // by the first digit of the status
 }
 
@@ -50,6 +51,7 @@ func (s *Server) peer(w *worker.Worker, list *busy.List) (*peer, error) {
 	p := &peer{
 		endpoint: w.Endpoint, client: client, host: u.Host, name: []string{w.Name}, circuit: newCircuit(s.cfg, w, list, s.log),
 	}
+	p.proved.Store(time.Now().UnixNano())
 	switch {
 	case !known:
 		if first, lost := s.peers.LoadOrStore(w.ID, p); lost { // two requests came at once

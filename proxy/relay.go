@@ -105,7 +105,8 @@ func (x *exchange) refused(resp *upstream.Response) error {
 	if err := x.req.Context().Err(); err != nil {
 		return err
 	}
-	answer := x.declined(resp.Status, retryAfterOf(resp), body)
+	after, given := retryAfterOf(resp)
+	answer := x.declined(resp.Status, after, ofLoad(resp.Status, given, body), body)
 	var f *failure
 	if x.s.cfg.ExposeUpstreamError && resp.Complete() && errors.As(answer, &f) && !f.retry {
 		x.copyHeaders(resp)
@@ -115,22 +116,23 @@ func (x *exchange) refused(resp *upstream.Response) error {
 }
 
 // declined says what becomes of a worker's own error, whether it came as a status or as the
-// first event of a stream. after is its Retry-After, 0 if there is none.
-func (x *exchange) declined(status int, after time.Duration, body []byte) error {
+// first event of a stream. after is its Retry-After, 0 if there is none; load is that the worker has
+// too much to do.
+func (x *exchange) declined(status int, after time.Duration, load bool, body []byte) error {
 	detail := fmt.Errorf("worker %s answered %d: %.200q", x.sel.Worker.Name, status, body)
 	switch {
 	case status == 499:
 		return &httperr.Error{Status: 499, Cause: httperr.Cancelled, Message: "Client closed request", Detail: detail}
-	case status == 429, status == 529, status == 503 && (after > 0 || tellsOfLoad(body)):
+	case load:
 		return x.capacity(after, detail)
-	case status == 503:
+	}
+	if blames(status) {
 		x.verdict = failed
+	}
+	if status == 503 {
 		return &failure{retry: true, reason: byStatus, answer: &httperr.Error{
 			Status: 503, Cause: httperr.Unavailable, Message: "Service temporarily unavailable: the worker is not available", Detail: detail,
 		}}
-	}
-	if status != 501 { // what a worker cannot do for anybody does not make it a bad one
-		x.verdict = failed
 	}
 	retry := status == 502 || status == 504 || status == 500 && x.s.cfg.RetryOn500
 	f := &failure{retry: retry, reason: byStatus, answer: &httperr.Error{
@@ -156,15 +158,28 @@ func (x *exchange) capacity(after time.Duration, detail error) *failure {
 	}}
 }
 
-func retryAfterOf(resp *upstream.Response) time.Duration {
+// retryAfterOf reads Retry-After; given is that there is one, whatever it says.
+func retryAfterOf(resp *upstream.Response) (after time.Duration, given bool) {
 	v := resp.Header("Retry-After")
 	if n, err := strconv.ParseUint(v, 10, 31); err == nil {
-		return time.Duration(n) * time.Second
+		return time.Duration(n) * time.Second, true
 	}
 	if at, err := http.ParseTime(v); err == nil {
-		return max(time.Until(at), 0)
+		return max(time.Until(at), 0), true
 	}
-	return 0
+	return 0, v != ""
+}
+
+// ofLoad tells a worker's refusal because of load from its other errors. retryAfter is whether it
+// says when to come back.
+func ofLoad(status int, retryAfter bool, body []byte) bool {
+	return status == 429 || status == 529 || status == 503 && (retryAfter || tellsOfLoad(body))
+}
+
+// blames tells whether an error that is not of load speaks against the worker: requests, and what
+// it cannot do for anybody, do not.
+func blames(status int) bool {
+	return status >= 500 && status != http.StatusNotImplemented || status < 400
 }
 
 // tellsOfLoad tells a 503 that means "too much to do" from one that means "out of order".

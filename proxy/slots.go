@@ -87,12 +87,16 @@ const (
 	sweepEvery   = 30 * time.Second
 )
 
-// tick releases predicted prefill, lets circuits become half-open and looks for leaks until ctx ends.
+// tick releases predicted prefill, lets circuits become half-open, sends canaries and looks for
+// leaks until ctx ends.
 func (s *Server) tick(ctx context.Context) {
 	t := time.NewTicker(releaseEvery)
 	defer t.Stop()
 	var due []reservation
 	sweep := time.Now().Add(sweepEvery)
+	var canaries sync.WaitGroup
+	defer canaries.Wait()
+	look := time.Now()
 	for {
 		select {
 		case <-ctx.Done():
@@ -107,6 +111,10 @@ func (s *Server) tick(ctx context.Context) {
 				p.(*peer).circuit.refresh(now)
 				return true
 			})
+			if s.cfg.CanaryAfter > 0 && now.After(look) {
+				s.canaries(ctx, now, &canaries)
+				look = now.Add(canaryEvery(s.cfg.CanaryAfter))
+			}
 			if now.After(sweep) {
 				s.sweep(now)
 				sweep = now.Add(sweepEvery)

@@ -233,7 +233,7 @@ func ceilDiv(a, b uint64) uint64 { return (a + b - 1) / b }
 func (st *stream) refused(payload []byte) error {
 	status := plausible(st.code)
 	if status == 429 || status >= 499 {
-		return st.x.declined(status, 0, payload)
+		return st.x.declined(status, 0, ofLoad(status, false, payload), payload)
 	}
 	e := httperr.New(status, "The worker refused the request")
 	e.Detail = fmt.Errorf("worker %s sent an error first: %.200q", st.x.sel.Worker.Name, payload)
