@@ -35,11 +35,16 @@ func (s *Server) canaries(ctx context.Context, now time.Time, running *sync.Wait
 			if err != nil || !p.silent(now, s.cfg.CanaryAfter) {
 				continue
 			}
+			if !p.canary.CompareAndSwap(false, true) {
+				continue // the last one is still out
+			}
 			leave, ok := p.circuit.allow(now)
 			if !ok {
+				p.canary.Store(false)
 				continue
 			}
 			running.Go(func() {
+				defer p.canary.Store(false)
 				v, err := s.canary(ctx, w, p, part.Busy)
 				now := time.Now()
 				leave.settle(v, now)

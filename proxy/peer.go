@@ -22,6 +22,7 @@ type peer struct {
 	rate     rate
 	circuit  *circuit
 	proved   atomic.Int64                    // Unix time in ns of the last success or canary; at first when the peer was made
+	canary   atomic.Bool                     // one is out
 	answers  [len(codeClasses)]atomic.Uint64 // by the first digit of the status
 }
 
