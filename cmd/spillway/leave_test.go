@@ -45,7 +45,7 @@ func TestClientsLeave(t *testing.T) {
 			if err == nil {
 				defer resp.Body.Close()
 				if leaves && !early { // after some of the stream
-					_, err = io.CopyN(io.Discard, resp.Body, int64(1+rand.IntN(2000)))
+					_, _ = io.CopyN(io.Discard, resp.Body, int64(1+rand.IntN(2000)))
 					leave()
 				}
 				_, rest := io.Copy(io.Discard, resp.Body)

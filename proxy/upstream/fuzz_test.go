@@ -68,7 +68,7 @@ func FuzzAnswer(f *testing.F) {
 		}
 		nc := &canned{data: data, step: 1 + int(step)}
 		c, resp, err := upstream.Receive(method, nc, upstream.Config{MaxHeaderBytes: limit})
-		defer c.Close()
+		defer func() { c.Close() }() // there is a client whatever the error
 		if err != nil {
 			if k := kind(err); k != "header" && k != "framing" && k != "reset" {
 				t.Errorf("Do = %v, an error of no class", err)
