@@ -113,16 +113,27 @@ func payload(c *cursor, key text) (filled bool, err error) {
 	return false, c.skip(4)
 }
 
+// read reads a usage object, by OpenAI's names or by Anthropic's, which tells cached tokens beside
+// the others and not as a part of them.
 func (u *usage) read(c *cursor) error {
 	u.known = true
+	var prompt, read, written uint64
+	defer func() {
+		u.prompt = prompt + read + written
+		u.cached += read
+	}()
 	return c.object(func(key text) error {
 		next := c.peek()
 		switch {
-		case kindOf(next) == numeric && key.is("prompt_tokens"):
-			return count(c, &u.prompt)
-		case kindOf(next) == numeric && key.is("completion_tokens"):
+		case kindOf(next) == numeric && (key.is("prompt_tokens") || key.is("input_tokens")):
+			return count(c, &prompt)
+		case kindOf(next) == numeric && (key.is("completion_tokens") || key.is("output_tokens")):
 			return count(c, &u.completion)
-		case next == byte(object) && key.is("prompt_tokens_details"):
+		case kindOf(next) == numeric && key.is("cache_read_input_tokens"):
+			return count(c, &read)
+		case kindOf(next) == numeric && key.is("cache_creation_input_tokens"):
+			return count(c, &written)
+		case next == byte(object) && (key.is("prompt_tokens_details") || key.is("input_tokens_details")):
 			return c.object(func(key text) error {
 				if kindOf(c.peek()) == numeric && key.is("cached_tokens") {
 					return count(c, &u.cached)
@@ -132,6 +143,15 @@ func (u *usage) read(c *cursor) error {
 		}
 		return c.skip(2)
 	})
+}
+
+// then is what is known once more has been said. Anthropic's API tells the prompt at the start of a
+// stream, and may leave it out at the end.
+func (u usage) then(more usage) usage {
+	if more.prompt == 0 {
+		more.prompt, more.cached = u.prompt, u.cached
+	}
+	return more
 }
 
 func count(c *cursor, to *uint64) error {

@@ -51,6 +51,7 @@ type Config struct {
 	SuppressSDKRetry        bool          `koanf:"suppress-sdk-retry" usage:"send x-should-retry: false with refusals because of load"`
 	DisableRoutingHints     bool          `koanf:"disable-routing-hints" dyn:"DYN_DISABLE_FRONTEND_NVEXT" usage:"ignore headers that pin a request to a worker or rank"`
 	DisableAdminAPI         bool          `koanf:"disable-admin-api" dyn:"DYN_DISABLE_FRONTEND_ADMIN_API" usage:"do not serve /busy_threshold and /workers"`
+	EnableAnthropicAPI      bool          `koanf:"enable-anthropic-api" dyn:"DYN_ENABLE_ANTHROPIC_API" usage:"serve /v1/messages from workers that speak Anthropic's API"`
 	MetadataHeader          string        `koanf:"metadata-header" dyn:"DYN_METADATA_HEADER" usage:"prefix of headers that carry metadata"`
 
 	CanaryAfter   time.Duration `koanf:"canary-after" dyn:"DYN_CANARY_WAIT_TIME" dynunit:"s" dynif:"DYN_HEALTH_CHECK_ENABLED" dynelse:"10" usage:"time without a success after which a worker is sent a request for one token; 0 is off"`
@@ -64,6 +65,8 @@ type Config struct {
 	ChatPath        string `koanf:"chat-path" dyn:"DYN_HTTP_SVC_CHAT_PATH" usage:"route of chat completions"`
 	CompletionsPath string `koanf:"completions-path" dyn:"DYN_HTTP_SVC_CMP_PATH" usage:"route of completions"`
 	EmbeddingsPath  string `koanf:"embeddings-path" dyn:"DYN_HTTP_SVC_EMB_PATH" usage:"route of embeddings"`
+	ResponsesPath   string `koanf:"responses-path" dyn:"DYN_HTTP_SVC_RESPONSES_PATH" usage:"route of responses"`
+	AnthropicPath   string `koanf:"anthropic-path" dyn:"DYN_HTTP_SVC_ANTHROPIC_PATH" usage:"route of messages"`
 	ModelsPath      string `koanf:"models-path" dyn:"DYN_HTTP_SVC_MODELS_PATH" usage:"route of the model list"`
 	HealthPath      string `koanf:"health-route" dyn:"DYN_HTTP_SVC_HEALTH_PATH" usage:"route of the readiness probe"`
 	LivePath        string `koanf:"live-route" dyn:"DYN_HTTP_SVC_LIVE_PATH" usage:"route of the liveness probe"`
@@ -81,7 +84,7 @@ func DefaultConfig() Config {
 		CommitOn: "event", UnaryPrefill: "estimate", SlotMaxAge: 10 * time.Minute,
 		OverloadStatusCode: "503", RetryAfter: "1", ErrorEnvelope: "flat", MetadataHeader: "x-dynamo-meta-",
 		ChatPath: "/v1/chat/completions", CompletionsPath: "/v1/completions", EmbeddingsPath: "/v1/embeddings",
-		ModelsPath: "/v1/models", HealthPath: "/health", LivePath: "/live", MetricsPath: "/metrics",
+		ResponsesPath: "/v1/responses", AnthropicPath: "/v1/messages", ModelsPath: "/v1/models", HealthPath: "/health", LivePath: "/live", MetricsPath: "/metrics",
 	}
 }
 
@@ -135,6 +138,7 @@ func (c Config) Validate() error {
 	}
 	for key, path := range map[string]string{
 		"chat-path": c.ChatPath, "completions-path": c.CompletionsPath, "embeddings-path": c.EmbeddingsPath,
+		"responses-path": c.ResponsesPath, "anthropic-path": c.AnthropicPath,
 		"models-path": c.ModelsPath, "health-route": c.HealthPath, "live-route": c.LivePath, "metrics-route": c.MetricsPath,
 	} {
 		if !strings.HasPrefix(path, "/") || strings.ContainsAny(path, ":*? #") {

@@ -9,14 +9,17 @@ type endpoint struct {
 	path    string // on the worker, and on this server unless configured otherwise
 	streams bool   // may be asked to stream
 	decodes bool   // generates tokens, and so holds KV blocks
+	dialect dialect
 	check   func(*scanned) *httperr.Error
 }
 
 // numEndpoints is how many inference routes there are.
-const numEndpoints = 3
+const numEndpoints = 5
 
 var endpoints = [numEndpoints]endpoint{
-	{0, "chat_completions", "/v1/chat/completions", true, true, checkChat},
-	{1, "completions", "/v1/completions", true, true, checkCompletions},
-	{2, "embeddings", "/v1/embeddings", false, false, checkEmbeddings},
+	{0, "chat_completions", "/v1/chat/completions", true, true, openAI, checkChat},
+	{1, "completions", "/v1/completions", true, true, openAI, checkCompletions},
+	{2, "embeddings", "/v1/embeddings", false, false, openAI, checkEmbeddings},
+	{3, "responses", "/v1/responses", true, true, responses, checkResponses},
+	{4, "anthropic_messages", "/v1/messages", true, true, anthropic, checkMessages},
 }

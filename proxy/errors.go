@@ -1,7 +1,6 @@
 package proxy
 
 import (
-	"encoding/json"
 	"log/slog"
 	"net/http"
 	"strconv"
@@ -13,7 +12,7 @@ import (
 	"spillway/httperr"
 )
 
-// flatBody is the body of every error but those of /busy_threshold; the order of its keys is part
+// flatBody is the body of every error but those of /busy_threshold, /workers and Anthropic's API; the order of its keys is part
 // of the contract.
 type flatBody struct {
 	Message string         `json:"message"`
@@ -23,24 +22,11 @@ type flatBody struct {
 }
 
 // body renders e. The status stands in the body too.
-func (s *Server) body(e *httperr.Error) []byte {
+func (s *Server) body(e *httperr.Error, d dialect) []byte {
 	if e.Reason == httperr.Overloaded || e.Reason == httperr.WorkerOverloaded {
-		return s.overloadBody // rendered once: refusing must be cheap
+		return s.overloadBody[d] // rendered once: refusing must be cheap
 	}
-	return renderError(s.cfg.ErrorEnvelope, e)
-}
-
-func renderError(envelope string, e *httperr.Error) []byte {
-	flat := flatBody{Message: e.Message, Type: e.Type(), Code: e.Status}
-	var v any = flat
-	if envelope == "openai" {
-		v = map[string]any{"error": flat}
-	}
-	b, err := json.Marshal(v)
-	if err != nil {
-		panic("proxy: an error body cannot fail to render: " + err.Error())
-	}
-	return b
+	return d.error(s.cfg.ErrorEnvelope, e)
 }
 
 // handleError is the echo.HTTPErrorHandler of the server: every error a handler or echo itself
@@ -58,7 +44,7 @@ func (s *Server) handleError(err error, c echo.Context) {
 	case e.Cause == httperr.Internal:
 		s.log.Error("request failed", "method", c.Request().Method, "path", c.Request().URL.Path, "err", err)
 	}
-	s.answer(c.Response(), e)
+	s.answer(c.Response(), e, s.speaks(c.Request().URL.Path))
 }
 
 // cut bounds what a client's own words may add to an answer.
@@ -76,7 +62,7 @@ func isEcho(err error) bool {
 }
 
 // answer writes e as the whole answer.
-func (s *Server) answer(w http.ResponseWriter, e *httperr.Error) {
+func (s *Server) answer(w http.ResponseWriter, e *httperr.Error, d dialect) {
 	h := w.Header()
 	h["Content-Type"] = jsonType
 	if e.Status == http.StatusUnauthorized {
@@ -97,7 +83,7 @@ func (s *Server) answer(w http.ResponseWriter, e *httperr.Error) {
 			h["Connection"] = []string{"close"}
 		}
 	}
-	body := s.body(e)
+	body := s.body(e, d)
 	h["Content-Length"] = []string{strconv.Itoa(len(body))}
 	w.WriteHeader(e.Status)
 	if _, err := w.Write(body); err != nil {

@@ -62,9 +62,7 @@ type outcome struct {
 // infer serves one inference route.
 func (s *Server) infer(ep *endpoint) echo.HandlerFunc {
 	return func(c echo.Context) error {
-		x := &exchange{s: s, ep: ep, req: c.Request(), w: c.Response(), start: time.Now()}
-		x.id = requestID(x.req.Header)
-		x.w.Header()["X-Request-Id"] = []string{x.id}
+		x := s.newExchange(ep, c)
 		if !s.knows(x.req.Header) {
 			x.fail(unauthorized())
 			s.access.record(x)
@@ -82,6 +80,18 @@ func (s *Server) infer(ep *endpoint) echo.HandlerFunc {
 		}
 		return nil
 	}
+}
+
+// newExchange begins an exchange. Its ID is told in any case.
+func (s *Server) newExchange(ep *endpoint, c echo.Context) *exchange {
+	x := &exchange{s: s, ep: ep, req: c.Request(), w: c.Response(), start: time.Now()}
+	x.id = requestID(x.req.Header)
+	id := []string{x.id}
+	x.w.Header()["X-Request-Id"] = id
+	if ep.dialect == anthropic {
+		x.w.Header()["Request-Id"] = id
+	}
+	return x
 }
 
 // notReady is the refusal of a server that is about to stop.
@@ -128,18 +138,27 @@ func (x *exchange) account() {
 	x.s.access.record(x)
 }
 
-// serve takes the steps of a request in their documented order: it decides which error a bad
-// one gets.
+// serve gets the request an answer.
 func (x *exchange) serve() error {
-	if err := x.checkHead(); err != nil {
+	hints, err := x.prepare()
+	if err != nil {
 		return err
 	}
+	return x.admit(hints)
+}
+
+// prepare takes the steps of a request up to admission in their documented order: it decides
+// which error a bad one gets.
+func (x *exchange) prepare() (h hints, err error) {
+	if err := x.checkHead(); err != nil {
+		return h, err
+	}
 	if err := x.readBody(); err != nil {
-		return err
+		return h, err
 	}
 	scan, bad := scan(x.body)
 	if bad != nil {
-		return bad
+		return h, bad
 	}
 	x.scan = scan
 	catalog := x.s.router.Catalog()
@@ -149,30 +168,27 @@ func (x *exchange) serve() error {
 	case !x.scan.modelKind.given() && len(catalog.Models()) == 1:
 		x.askedModel = catalog.Models()[0]
 	case !x.scan.modelKind.given():
-		return httperr.Invalid("model is required")
+		return h, httperr.Invalid("model is required")
 	}
 	if bad := x.scan.check(x.ep); bad != nil {
-		return bad
+		return h, bad
 	}
-	if x.s.cfg.StrictValidation {
+	if x.s.cfg.StrictValidation && x.ep.dialect == openAI {
 		if bad := strict(x.ep, x.body); bad != nil {
-			return bad
+			return h, bad
 		}
 	}
-	hints := readHints(x.req.Header, x.s.cfg.DisableRoutingHints)
-	var err error
-	if x.target, err = x.s.router.Resolve(x.askedModel, hints.tenant); err != nil {
-		return err
+	h = readHints(x.req.Header, x.s.cfg.DisableRoutingHints)
+	if x.target, err = x.s.router.Resolve(x.askedModel, h.tenant); err != nil {
+		return h, err
 	}
 	x.model = x.s.models.of(x.target.Model)
 	if x.target.Partition == nil {
-		return router.ErrNoWorkers
+		return h, router.ErrNoWorkers
 	}
-	x.addUsage = x.s.cfg.ForceIncludeUsage && x.scan.stream == yes && !x.scan.includeUsage
-	if x.forward, err = x.edited(); err != nil {
-		return err
-	}
-	return x.admit(hints)
+	x.addUsage = x.s.cfg.ForceIncludeUsage && x.ep.dialect == openAI && x.scan.stream == yes && !x.scan.includeUsage
+	x.forward, err = x.edited()
+	return h, err
 }
 
 // received notes that the wait for the worker's first byte is over.
@@ -216,7 +232,7 @@ func (x *exchange) fail(err error) {
 	if x.attempts > 0 {
 		x.workerHeaders(x.w.Header())
 	}
-	x.s.answer(x.w, e)
+	x.s.answer(x.w, e, x.ep.dialect)
 }
 
 // checkHead judges what can be judged before the body is read.

@@ -39,7 +39,12 @@ func (t *routeTable) add(method, path string, h echo.HandlerFunc) {
 // routes registers every route, those of operators on the admin address if there is one.
 func (s *Server) routes() error {
 	t := s.newTable()
-	for i, path := range []string{s.cfg.ChatPath, s.cfg.CompletionsPath, s.cfg.EmbeddingsPath} {
+	paths := []string{s.cfg.ChatPath, s.cfg.CompletionsPath, s.cfg.EmbeddingsPath, s.cfg.ResponsesPath}
+	if s.cfg.EnableAnthropicAPI {
+		paths = append(paths, s.cfg.AnthropicPath)
+		t.add(http.MethodPost, s.cfg.AnthropicPath+"/count_tokens", s.countTokens)
+	}
+	for i, path := range paths {
 		t.add(http.MethodPost, path, s.infer(&endpoints[i]))
 	}
 	t.add(http.MethodGet, s.cfg.ModelsPath, s.keyed(s.listModels))

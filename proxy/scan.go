@@ -70,6 +70,7 @@ type scanned struct {
 	functions tally // the older spelling of tools
 	prompts   tally
 	inputs    tally
+	system    tally // instructions beside the conversation: of responses and messages
 	reads     tally // of the above, what the route makes a prompt of; set by check
 }
 
@@ -134,6 +135,9 @@ func (s *scanned) member(c *cursor, key text) error {
 	case key.is("input"):
 		s.input, s.inputs = k, tally{}
 		return s.inputs.prompt(c, 1)
+	case key.is("instructions"), key.is("system"):
+		s.system = tally{}
+		return s.system.value(c, 1)
 	case key.is("tools"):
 		return s.tools.schemas(c, k)
 	case key.is("functions"):
@@ -207,7 +211,7 @@ func (t *tally) value(c *cursor, depth int) error {
 		switch {
 		case key.is("type"):
 			return c.skip(depth + 1)
-		case medium(key):
+		case medium(key) || key.is("source") && c.peek() == byte(object): // the latter in messages
 			if kindOf(c.peek()).given() {
 				t.media++
 			}
@@ -223,7 +227,7 @@ func medium(key text) bool {
 		return false // most keys
 	}
 	return key.is("image_url") || key.is("input_audio") || key.is("audio_url") || key.is("video_url") ||
-		key.is("file") || key.is("image_embeds") || key.is("audio_embeds")
+		key.is("file") || key.is("file_data") || key.is("image_embeds") || key.is("audio_embeds")
 }
 
 // schemas counts tool definitions: they are put before the model much as they are written.
@@ -257,6 +261,9 @@ func (t *tally) prompt(c *cursor, depth int) error {
 		return err
 	case ch == byte(array) && depth <= 2:
 		return c.array(func() error { return t.prompt(c, depth+1) })
+	case ch == byte(object): // an item of a conversation
+		t.messages++
+		return t.value(c, depth)
 	}
 	return c.skip(depth)
 }
@@ -290,6 +297,7 @@ func (s *scanned) check(ep *endpoint) *httperr.Error {
 		return httperr.Invalid("model must be a string")
 	case s.modelKind == str && s.model.size() == 0:
 		return httperr.Invalid("model must not be empty")
+	case ep.dialect != openAI: // the worker judges
 	case ep.streams && s.stream.given() && s.stream != yes && s.stream != no:
 		return httperr.Invalid("stream must be a boolean")
 	case ep.streams && s.streamOptions.given() && s.stream != yes:
@@ -337,5 +345,22 @@ func checkEmbeddings(s *scanned) *httperr.Error {
 	if !s.input.given() {
 		return httperr.Invalid("input is required")
 	}
+	return nil
+}
+
+func checkResponses(s *scanned) *httperr.Error {
+	if !s.input.given() {
+		return httperr.Invalid("input is required")
+	}
+	s.reads = s.inputs
+	s.reads.bytes += s.system.bytes + s.tools.bytes
+	return nil
+}
+
+func checkMessages(s *scanned) *httperr.Error {
+	if bad := checkChat(s); bad != nil {
+		return bad
+	}
+	s.reads.bytes += s.system.bytes
 	return nil
 }

@@ -46,10 +46,10 @@ type Server struct {
 	tls          *tls.Config // nil if TLS is not served
 	apiKey       secret
 	adminToken   secret
-	overload     int      // status of refusals because of load
-	overloadBody []byte   // of the documented refusal
-	trackOutput  bool     // generated tokens are booked as KV blocks
-	retryValue   []string // of Retry-After, if it is fixed
+	overload     int                   // status of refusals because of load
+	overloadBody [anthropic + 1][]byte // of the documented refusal, by dialect
+	trackOutput  bool                  // generated tokens are booked as KV blocks
+	retryValue   []string              // of Retry-After, if it is fixed
 	metrics      *metrics
 	registry     *prometheus.Registry
 
@@ -80,9 +80,11 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 		cfg: cfg, router: r, log: log, registry: reg, drained: make(chan struct{}, 1),
 		overload: cfg.overloadStatus(log), retryValue: []string{cfg.RetryAfter}, trackOutput: r.TracksOutput(), access: accessLog{log: log},
 	}
-	s.overloadBody = renderError(cfg.ErrorEnvelope, &httperr.Error{
-		Status: s.overload, Cause: httperr.Overload, Message: httperr.BusyMessage,
-	})
+	for d := range s.overloadBody {
+		s.overloadBody[d] = dialect(d).error(cfg.ErrorEnvelope, &httperr.Error{
+			Status: s.overload, Cause: httperr.Overload, Message: httperr.BusyMessage,
+		})
+	}
 	s.metrics = newMetrics(reg, r, &s.peers)
 	s.models.made = s.metrics.model
 	s.slots.init()

@@ -123,7 +123,8 @@ func TestUnknownRoutesAndMethods(t *testing.T) {
 		{"GET", "/nope", 404, flat(404, "not_found", "No route for GET /nope"), ""},
 		{"POST", "/v1/chat", 404, flat(404, "not_found", "No route for POST /v1/chat"), ""},
 		{"DELETE", "/", 404, flat(404, "not_found", "No route for DELETE /"), ""},
-		{"POST", "/v1/responses", 404, flat(404, "not_found", "No route for POST /v1/responses"), ""},
+		{"POST", "/v1/messages", 404, flat(404, "not_found", "No route for POST /v1/messages"), ""}, // off
+		{"POST", "/v1/messages/count_tokens", 404, flat(404, "not_found", "No route for POST /v1/messages/count_tokens"), ""},
 		{"GET", "/v1/chat/completions", 405, flat(405, "method_not_allowed", "Method GET is not allowed on /v1/chat/completions"), "OPTIONS, POST"},
 		{"PUT", "/v1/embeddings", 405, flat(405, "method_not_allowed", "Method PUT is not allowed on /v1/embeddings"), "OPTIONS, POST"},
 		{"POST", "/v1/models", 405, flat(405, "method_not_allowed", "Method POST is not allowed on /v1/models"), "OPTIONS, GET"},
@@ -151,10 +152,19 @@ func TestOwnPaths(t *testing.T) {
 			t.Errorf("GET %s = %d, want %d", path, g.status, want)
 		}
 	}
-	cfg := proxy.DefaultConfig()
-	cfg.HealthPath = cfg.LivePath
-	if _, err := proxy.New(cfg, f.routes, prometheus.NewRegistry(), slog.New(slog.DiscardHandler)); err == nil {
-		t.Error("New with two routes on one path succeeded")
+	for what, change := range map[string]func(*proxy.Config){
+		"two probes":               func(c *proxy.Config) { c.HealthPath = c.LivePath },
+		"two APIs":                 func(c *proxy.Config) { c.ResponsesPath = c.ChatPath },
+		"messages on responses":    func(c *proxy.Config) { c.EnableAnthropicAPI, c.AnthropicPath = true, c.ResponsesPath },
+		"counting on chat":         func(c *proxy.Config) { c.EnableAnthropicAPI, c.ChatPath = true, c.AnthropicPath+"/count_tokens" },
+		"a path of our own":        func(c *proxy.Config) { c.MetricsPath = "/busy_threshold" },
+		"one of the admin address": func(c *proxy.Config) { apart(c); c.MetricsPath = "/workers" },
+	} {
+		cfg := proxy.DefaultConfig()
+		change(&cfg)
+		if _, err := proxy.New(cfg, f.routes, prometheus.NewRegistry(), slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "two routes for") {
+			t.Errorf("New with %s on one path: %v, want an error", what, err)
+		}
 	}
 }
 
@@ -169,7 +179,7 @@ func TestAdminOff(t *testing.T) {
 }
 
 func TestOpenAPI(t *testing.T) {
-	f := begin(t, setup{})
+	f := begin(t, setup{proxy: func(c *proxy.Config) { c.EnableAnthropicAPI = true }})
 	g := f.send("GET", "/openapi.json", "")
 	var doc struct {
 		OpenAPI string
@@ -194,7 +204,8 @@ func TestOpenAPI(t *testing.T) {
 	want := []string{
 		"DELETE /busy_threshold", "GET /busy_threshold", "GET /docs", "GET /health", "GET /live", "GET /metrics",
 		"GET /openapi.json", "GET /ready", "GET /v1/models", "GET /v1/models/{id}", "POST /busy_threshold",
-		"POST /v1/chat/completions", "POST /v1/completions", "POST /v1/embeddings",
+		"POST /v1/chat/completions", "POST /v1/completions", "POST /v1/embeddings", "POST /v1/messages",
+		"POST /v1/messages/count_tokens", "POST /v1/responses",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("GET /openapi.json lists %q\nwant %q", got, want)

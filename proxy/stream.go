@@ -7,7 +7,6 @@ import (
 	"io"
 	"net/http"
 	"os"
-	"strconv"
 	"time"
 
 	"spillway/httperr"
@@ -23,7 +22,7 @@ type stream struct {
 	scratch   []byte // for data that spans lines
 	begun     bool   // an event has come
 	committed bool   // the head is out
-	done      bool   // [DONE] has passed
+	done      bool   // [DONE], or what stands for it, has passed
 	failed    bool   // the worker sent an error object
 	code      int    // of that error, 0 if it gave none
 	blocks    uint64 // KV blocks of prompt and output so far
@@ -171,12 +170,12 @@ func (st *stream) event(event []byte) (keep bool, err error) {
 	if !ok {
 		return true, nil // a comment
 	}
-	ch := readChunk(payload)
+	ch := x.ep.dialect.read(payload)
 	switch {
-	case ch.done:
+	case ch.done && !ch.failed:
 		st.done = true
 	case ch.failed:
-		st.failed, st.code = true, ch.code
+		st.done, st.failed, st.code = ch.done, true, ch.code
 		if first && !st.committed {
 			return false, st.refused(payload)
 		}
@@ -198,7 +197,7 @@ func (st *stream) tokens(ch *chunk) {
 	x := st.x
 	n := uint64(ch.tokens)
 	if ch.usage.known {
-		x.out.usage = ch.usage
+		x.out.usage = x.out.usage.then(ch.usage)
 		if ch.choices == 0 { // the final count replaces what was estimated event by event
 			x.out.tokens = ch.usage.completion
 			return
@@ -329,11 +328,7 @@ var doneEvent = []byte("data: [DONE]\n\n")
 // breakOff tells a client in the middle of a stream that there will be no more.
 func (st *stream) breakOff(e *httperr.Error) error {
 	st.x.out.failure = e
-	msg := append([]byte(`data: {"error":{"message":`), strconv.Quote(e.Message)...)
-	msg = append(append(msg, `,"type":"`...), e.Type()...)
-	msg = strconv.AppendInt(append(msg, `","code":`...), int64(e.Status), 10)
-	msg = append(msg, "}}\n\n"...)
-	if err := st.write(append(msg, doneEvent...)); err != nil {
+	if err := st.write(st.x.ep.dialect.broken(e)); err != nil {
 		st.x.s.log.Debug("client left a broken stream", "request_id", st.x.id)
 	}
 	return nil
