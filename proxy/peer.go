@@ -72,6 +72,18 @@ func (p *peer) retire() {
 	p.circuit.retire(time.Now())
 }
 
+// forgetGone drops the peers of workers that are not registered any more: a request that had
+// chosen one of them may have made its peer anew after Forget.
+func (s *Server) forgetGone() {
+	catalog := s.router.Catalog()
+	s.peers.Range(func(id, _ any) bool {
+		if id := id.(worker.ID); catalog.Find(id) == nil {
+			s.Forget(id)
+		}
+		return true
+	})
+}
+
 // rate is an exponentially weighted mean of prefill speed in tokens per second.
 type rate struct {
 	bits atomic.Uint64 // of a float64; 0 before any measurement

@@ -117,6 +117,7 @@ func (s *Server) tick(ctx context.Context) {
 			}
 			if now.After(sweep) {
 				s.sweep(now)
+				s.forgetGone()
 				sweep = now.Add(sweepEvery)
 			}
 		}

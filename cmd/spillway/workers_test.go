@@ -84,3 +84,36 @@ func TestWorkersComeAndGo(t *testing.T) {
 		t.Errorf("chat after all workers are gone = %d %s, want 404", status, body)
 	}
 }
+
+// TestSecuritySettings checks that half a setting ends the start, with its key and source.
+func TestSecuritySettings(t *testing.T) {
+	for _, tt := range []struct {
+		env  []string
+		args []string
+		want string
+	}{
+		{nil, []string{"--tls-cert-path", "cert.pem"}, "spillway: tls-key-path: is missing beside tls-cert-path"},
+		{[]string{"DYN_TLS_KEY_PATH=key.pem"}, nil, "spillway: tls-cert-path: is missing beside tls-key-path"},
+		{nil, []string{"--tls-cert-path", "/nowhere/c", "--tls-key-path", "/nowhere/k"}, "spillway: tls-cert-path: open /nowhere/c: no such file or directory (from flag --tls-cert-path)"},
+		{[]string{"SPILLWAY_ADMIN_ADDR=9100"}, nil, `spillway: admin-addr: "9100" is not host:port (from variable SPILLWAY_ADMIN_ADDR)`},
+	} {
+		p := start(t, tt.env, append([]string{"frontend", "--http-port", "0"}, tt.args...)...)
+		if code := p.exit(); code != exitUsage || !strings.Contains(p.stderr.String(), tt.want) {
+			t.Errorf("frontend %v %v: exit code %d, %s\nwant %d, %s", tt.env, tt.args, code, &p.stderr, exitUsage, tt.want)
+		}
+	}
+	help := start(t, nil, "frontend", "--help")
+	if code := help.exit(); code != 0 {
+		t.Fatalf("--help: exit code %d", code)
+	}
+	for _, want := range []string{"--forward-authorization", "[DYN_ENABLE_ANTHROPIC_API]", "[DYN_HTTP_SVC_RESPONSES_PATH]", "[DYN_HTTP_SVC_ANTHROPIC_PATH]", "[DYN_TLS_CERT_PATH]"} {
+		if !strings.Contains(help.stdout.String(), want) {
+			t.Errorf("--help does not show %s", want)
+		}
+	}
+	// The word alone, as for any switch.
+	bare := start(t, nil, "frontend", "--forward-authorization", "--http-port", "70000")
+	if code := bare.exit(); code != exitUsage || strings.Contains(bare.stderr.String(), "forward-authorization") {
+		t.Errorf("--forward-authorization: exit code %d, %s", code, &bare.stderr)
+	}
+}
