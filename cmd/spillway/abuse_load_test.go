@@ -155,7 +155,7 @@ func (a *abuse) send(ctx context.Context) {
 	room := make(chan struct{}, abuseClients)
 	begun := time.Now()
 	for i := uint64(0); ; i++ {
-		if due := begun.Add(time.Duration(float64(i) / *abuseRate * float64(time.Second))); !pause(ctx, nil, time.Until(due)) {
+		if due := begun.Add(time.Duration(float64(i) / *abuseRate * float64(time.Second))); !rest(ctx, nil, time.Until(due)) {
 			return
 		}
 		select {

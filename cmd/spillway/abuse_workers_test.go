@@ -82,20 +82,20 @@ func (v *victim) end() {
 
 // suffer kills, ends and stops the process now and then until ctx ends. Afterwards it runs.
 func (v *victim) suffer(ctx context.Context, rng *rand.Rand) {
-	for pause(ctx, v.exited, time.Duration(500+rng.IntN(4000))*time.Millisecond) {
+	for rest(ctx, v.exited, time.Duration(500+rng.IntN(4000))*time.Millisecond) {
 		switch rng.IntN(4) {
 		case 0: // the kernel goes on to accept connections
 			_ = v.cmd.Process.Signal(syscall.SIGSTOP)
-			pause(ctx, v.exited, time.Duration(rng.IntN(2500))*time.Millisecond)
+			rest(ctx, v.exited, time.Duration(rng.IntN(2500))*time.Millisecond)
 			_ = v.cmd.Process.Signal(syscall.SIGCONT)
 			continue
 		case 1:
 			_ = v.cmd.Process.Signal(syscall.SIGTERM)
-			pause(ctx, v.exited, patience)
+			rest(ctx, v.exited, patience)
 		}
 		v.end()
 		v.ends++
-		pause(ctx, nil, time.Duration(rng.IntN(2000))*time.Millisecond)
+		rest(ctx, nil, time.Duration(rng.IntN(2000))*time.Millisecond)
 		if err := v.start(); err != nil {
 			v.load.illegal("worker: %v", err)
 			return
@@ -108,8 +108,8 @@ func (v *victim) suffer(ctx context.Context, rng *rand.Rand) {
 	}
 }
 
-// pause waits; it reports false if ctx or the process ended meanwhile.
-func pause(ctx context.Context, exited <-chan struct{}, d time.Duration) bool {
+// rest waits; it reports false if ctx or the process ended meanwhile.
+func rest(ctx context.Context, exited <-chan struct{}, d time.Duration) bool {
 	t := time.NewTimer(d)
 	defer t.Stop()
 	select {
@@ -165,7 +165,7 @@ func (a *abuse) setFaults(ctx context.Context, rng *rand.Rand) {
 		"eof", "garbage-framing", "garbage-event", "oversized-event", "error-event", "health-fail",
 	}
 	ofWorkers := []string{"refuse", "slow", "health-ok", "freeze"}
-	for pause(ctx, nil, time.Duration(100+rng.IntN(300))*time.Millisecond) {
+	for rest(ctx, nil, time.Duration(100+rng.IntN(300))*time.Millisecond) {
 		fault := map[string]any{"seconds": 0.2 + 1.8*rng.Float64()}
 		if rng.IntN(6) == 0 {
 			fault["fault"] = ofWorkers[rng.IntN(len(ofWorkers))]
@@ -210,7 +210,7 @@ func (a *abuse) setThresholds(ctx context.Context, rng *rand.Rand) {
 	names := []string{"active_decode_blocks_threshold", "active_prefill_tokens_threshold", "active_prefill_tokens_threshold_frac"}
 	values := [][]float64{{0, 0.02, 0.2, 0.85, 1}, {0, 500, 8000, 100000}, {0.1, 1, 3}}
 	set := map[string]any{"model": "sim-model", names[0]: nil, names[1]: nil}
-	for pause(ctx, nil, time.Second) {
+	for rest(ctx, nil, time.Second) {
 		var status int
 		var answer string
 		var err error
