@@ -20,6 +20,17 @@ type failure struct {
 func (f *failure) Error() string { return f.answer.Error() }
 func (f *failure) Unwrap() error { return f.answer }
 
+// failureOf is the failure in err, or nil. What errors.As needs on the heap is not made for an
+// attempt that succeeded.
+func failureOf(err error) *failure {
+	if err == nil {
+		return nil
+	}
+	var f *failure
+	errors.As(err, &f)
+	return f
+}
+
 // retryReason is why an attempt failed, as metrics tell it.
 type retryReason uint8
 
@@ -75,7 +86,7 @@ func (x *exchange) admit(h hints) error {
 		}
 		err = x.try(x.attempts - 1)
 		x.release()
-		if !errors.As(err, &last) {
+		if last = failureOf(err); last == nil {
 			return err
 		}
 		if first == nil {

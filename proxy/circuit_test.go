@@ -79,6 +79,9 @@ func TestCircuit(t *testing.T) {
 		answered := make(chan got, 1)
 		go func() { answered <- f.chat(chatBody) }()
 		<-asked
+		if got := len(f.list().Snapshot().Routable); got != 0 {
+			t.Errorf("%d workers are routable while another request tries the only one, want 0", got)
+		}
 		calls++
 		expect("while another request tries", 503, noHealthy)
 		held <- struct{}{}
