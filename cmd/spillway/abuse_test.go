@@ -50,7 +50,9 @@ type footprint struct{ heap, rss, goroutines, fds float64 }
 // TestAbuse lets everything happen at once: workers are killed, stopped and restarted, have every
 // fault, and thresholds change each second, while clients ask, leave, ask nonsense and fall
 // silent. Every answer must be one of those documented; in the end nothing may be booked, open or
-// running that was not before, and every request must succeed again.
+// running that was not before, and every request must succeed again. A longer run is
+//
+//	go test -race -run TestAbuse -timeout 20m ./cmd/spillway -abuse.duration 10m
 func TestAbuse(t *testing.T) {
 	before := goleak.IgnoreCurrent()
 	a := &abuse{seed: *abuseSeed, fleet: &fleet{t: t, http: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64}}}}
@@ -71,6 +73,7 @@ func TestAbuse(t *testing.T) {
 	start := a.footprint()
 
 	a.rage()
+	defer a.report()
 
 	for _, v := range a.workers {
 		eventually(t, "faults are cleared", v.heal)
@@ -88,7 +91,6 @@ func TestAbuse(t *testing.T) {
 	if s := errors.String(); s != "" {
 		t.Errorf("the front end logged errors:\n%.2000s", s)
 	}
-	a.report()
 }
 
 func (a *abuse) random(stream uint64) *rand.Rand { return rand.New(rand.NewPCG(a.seed, stream)) }
@@ -263,8 +265,8 @@ func (a *abuse) report() {
 		restarts += v.ends
 	}
 	a.t.Logf("%d ends of workers; answers:\n%s", restarts, a.load.String())
-	if a.load.count(whole) == 0 || a.load.count("503 overloaded") == 0 {
-		a.t.Error("nothing was served, or nothing refused: that is no test")
+	if a.load.count(whole) == 0 || *abuseDuration >= time.Minute && a.load.count("503 overloaded") == 0 {
+		a.t.Error("nothing was served, or in a minute nothing refused: that is no test")
 	}
 	for _, m := range []struct {
 		name string
