@@ -277,8 +277,8 @@ func (a *abuse) report() {
 	}{
 		{"heap MiB", func(f footprint) float64 { return f.heap }, 1 << 20, 0, false},
 		{"RSS MiB", func(f footprint) float64 { return f.rss }, 1 << 20, 0, true},
-		{"goroutines", func(f footprint) float64 { return f.goroutines }, 1, 0, true},
-		{"open files", func(f footprint) float64 { return f.fds }, 1, 3*abuseClients + abusedWorkers*idlePerWorker, true},
+		{"goroutines", func(f footprint) float64 { return f.goroutines }, 1, 0, false},
+		{"open files", func(f footprint) float64 { return f.fds }, 1, 3*abuseClients + abusedWorkers*idlePerWorker, false},
 	} {
 		var all []float64
 		for _, s := range a.samples[min(len(a.samples), max(1, len(a.samples)/10)):] { // the rest is warm-up
