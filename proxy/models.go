@@ -7,7 +7,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/labstack/echo/v4"
@@ -23,7 +22,7 @@ import (
 type model struct {
 	name    string
 	metrics *modelMetrics
-	error   atomic.Uint64 // float64 bits: mean of counted over estimated prompt tokens; 0 before any
+	error   mean // of counted over estimated prompt tokens, within 0.25 to 4
 }
 
 // models are the models that have been asked for, by canonical name: as many as the catalog has
@@ -49,29 +48,14 @@ func (ms *models) firstSeen(name string) int64 {
 
 // correct scales an estimate of prompt tokens by what workers counted for this model so far.
 func (m *model) correct(estimate uint64) uint64 {
-	b := m.error.Load()
-	if b == 0 {
-		return estimate
-	}
-	return uint64(math.Ceil(float64(estimate) * min(max(math.Float64frombits(b), 0.25), 4)))
+	return uint64(math.Ceil(float64(estimate) * m.error.or(1)))
 }
 
-// learn takes in what a worker counted where we had estimated.
+// learn takes in what a worker counted where we had estimated. One that counts wildly cannot
+// move the estimate by more than a factor of 4.
 func (m *model) learn(estimate, counted uint64) {
-	if estimate == 0 || counted == 0 {
-		return
-	}
-	ratio := min(max(float64(counted)/float64(estimate), 0.25), 4)
-	for {
-		old := m.error.Load()
-		mean := ratio
-		if old != 0 {
-			mean = math.Float64frombits(old)
-			mean += halfLife20 * (ratio - mean)
-		}
-		if m.error.CompareAndSwap(old, math.Float64bits(mean)) {
-			return
-		}
+	if estimate > 0 && counted > 0 {
+		m.error.observe(min(max(float64(counted)/float64(estimate), 0.25), 4))
 	}
 }
 

@@ -2,7 +2,6 @@ package proxy
 
 import (
 	"fmt"
-	"math"
 	"net/url"
 	"sync/atomic"
 	"time"
@@ -84,40 +83,20 @@ func (s *Server) forgetGone() {
 	})
 }
 
-// rate is an exponentially weighted mean of prefill speed in tokens per second.
-type rate struct {
-	bits atomic.Uint64 // of a float64; 0 before any measurement
-}
+// rate is how fast a worker prefills, in tokens per second.
+type rate struct{ mean mean }
 
 const unknownRate = 8000 // tokens per second, before any measurement
 
-// halfLife20 weighs a measurement so that half of the mean is from the last 20.
-var halfLife20 = 1 - math.Exp2(-1.0/20)
-
 // observe takes in that so many tokens that were not cached took so long to the first token.
 func (r *rate) observe(tokens uint64, ttft time.Duration) {
-	if tokens == 0 || ttft <= 0 {
-		return
-	}
-	now := float64(tokens) / ttft.Seconds()
-	for {
-		old := r.bits.Load()
-		mean := now
-		if old != 0 {
-			mean = math.Float64frombits(old)
-			mean += halfLife20 * (now - mean)
-		}
-		if r.bits.CompareAndSwap(old, math.Float64bits(mean)) {
-			return
-		}
+	if tokens > 0 && ttft > 0 {
+		r.mean.observe(float64(tokens) / ttft.Seconds())
 	}
 }
 
 // predict is how long a prefill of so many tokens should take, within 0.2 to 60 seconds.
 func (r *rate) predict(tokens uint64) time.Duration {
-	perSecond := float64(unknownRate)
-	if b := r.bits.Load(); b != 0 {
-		perSecond = math.Float64frombits(b)
-	}
-	return time.Duration(min(max(float64(tokens)/perSecond, 0.2), 60) * float64(time.Second))
+	seconds := float64(tokens) / r.mean.or(unknownRate)
+	return time.Duration(min(max(seconds, 0.2), 60) * float64(time.Second))
 }
