@@ -24,7 +24,7 @@ const (
 	guestShort  = `{"model":"GUESTMODEL","max_tokens":3,"messages":[{"role":"user","content":"Hello"}]}`
 )
 
-// longPrompt is a prompt that a worker of the demo prefills for more than a second.
+// longPrompt is a prompt of some 11,000 tokens.
 var longPrompt = strings.Replace(guestStream, "Hello", strings.Repeat("Hello, worker. ", 3000), 1)
 
 // manner is one way in which clients behave that a server cannot choose.
@@ -220,6 +220,7 @@ func TestClients(t *testing.T) {
 			f := begin(t, func(c *configs.Demo) {
 				c.Serving.Busy.ActiveDecodeBlocksThreshold, c.Serving.Busy.ActivePrefillTokensThreshold = nil, nil
 				c.Sim.Count, c.Sim.MaxNumSeqs = 2, 64
+				c.Sim.PrefillTokensPerSecond = 100 // a long prompt that is not cancelled takes longer than all waits below
 				c.Serving.Proxy.ClientReadTimeout = max(m.read, time.Second)
 				c.Serving.Proxy.BodyLimitMB = max(m.limit, 1)
 			})
