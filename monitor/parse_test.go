@@ -48,7 +48,7 @@ func TestScan(t *testing.T) {
 func FuzzScan(f *testing.F) {
 	for _, s := range []string{
 		"a 1\n", "a{x=\"1\",y=\"a}\\\"b\"} 8.34e-05 17\n", "# TYPE b gauge\nb{y=\"\\n\"} NaN\nc{x=\"1\"} +Inf\n",
-		"a{} 1\na {x=\"1\",} 2\n", "a\"\"0\n", vllmPage(1, 1),
+		"a{} 1\na {x=\"1\",} 2\n", "a\"\"0\n", "a{ }0\n{}0\na{ }0\n", vllmPage(1, 1),
 	} {
 		f.Add([]byte(s))
 	}
@@ -57,7 +57,7 @@ func FuzzScan(f *testing.F) {
 	f.Fuzz(func(t *testing.T, body []byte) {
 		lines, malformed := monitor.Scan(body, names, labels)
 		families, err := parseAll(body)
-		if err != nil || quotedName(body) {
+		if err != nil || oddName(body) {
 			return
 		}
 		if malformed > 0 {
@@ -100,11 +100,14 @@ func FuzzScan(f *testing.F) {
 	})
 }
 
-// quotedName tells whether a line has a quote before any brace. expfmt reads a name in quotes
-// there; the format has none, and for us the line is malformed.
-func quotedName(body []byte) bool {
+// oddName tells whether a line has a quote before any brace, or no name at all. expfmt reads a
+// name in quotes there, or takes the name of the line before; the format has neither, and the
+// scanner is right to find no sample in such a line.
+func oddName(body []byte) bool {
 	for line := range bytes.Lines(body) {
-		if i := bytes.IndexByte(line, '"'); i >= 0 && bytes.IndexByte(line[:i], '{') < 0 {
+		line = bytes.TrimLeft(line, " \t")
+		brace := bytes.IndexByte(line, '{')
+		if quote := bytes.IndexByte(line, '"'); brace == 0 || quote >= 0 && (brace < 0 || quote < brace) {
 			return true
 		}
 	}
