@@ -1,7 +1,7 @@
 # Spillway. `make run` tries it, `make test` is what CI runs; see CONTRIBUTING.md for the rest.
 # Needs Go 1.26, gcc, git and make; setup installs what else is missing.
 
-.PHONY: run build test check lint bench setup clean
+.PHONY: run build test check lint bench setup setup-test clean
 
 run: build ## build, then simulated workers and the front end in one process, on port 8000
 	bin/spillway demo
@@ -9,8 +9,8 @@ run: build ## build, then simulated workers and the front end in one process, on
 build: setup ## bin/spillway
 	go build -o bin/spillway ./cmd/spillway
 
-test: setup check ## gofmt, vet, lint, and every test under the race detector
-	go test -race ./...
+test: setup-test check ## gofmt, vet, lint, and every test under the race detector
+	REQUIRE_PROMETHEUS=1 go test -race ./...
 
 check:
 	@unformatted=$$(gofmt -l .); if [ -n "$$unformatted" ]; then echo "gofmt would change:" $$unformatted; exit 1; fi
@@ -26,6 +26,11 @@ bench: setup ## every benchmark once, with allocations
 # are there.
 setup:
 	@sh .ci/setup
+
+# setup-test also unpacks Prometheus into bin/tools, which the tests of deploy/ run. Without it
+# `go test` skips them; REQUIRE_PROMETHEUS makes them fail instead.
+setup-test:
+	@sh .ci/setup test
 
 clean:
 	rm -rf bin

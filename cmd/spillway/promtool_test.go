@@ -1,0 +1,45 @@
+package main
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+)
+
+// tool finds a program of Prometheus, in the PATH or where .ci/setup puts it. Without it the
+// test is skipped, or fails if REQUIRE_PROMETHEUS is set, as `make test` does.
+func tool(t *testing.T, name string) string {
+	t.Helper()
+	if path, err := exec.LookPath(name); err == nil {
+		return path
+	}
+	path, err := filepath.Abs("../../bin/tools/" + name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(path); err == nil {
+		return path
+	}
+	const how = "%s is neither in the PATH nor in bin/tools; `make setup-test` puts it there"
+	if os.Getenv("REQUIRE_PROMETHEUS") != "" {
+		t.Fatalf(how, name)
+	}
+	t.Skipf(how, name)
+	return ""
+}
+
+// TestAlertRules has promtool check what we ship for Prometheus, and run the tests of the alerts.
+func TestAlertRules(t *testing.T) {
+	promtool := tool(t, "promtool")
+	for _, args := range [][]string{
+		{"check", "config", "prometheus.yml"}, // which names the rules
+		{"test", "rules", "alerts_test.yml"},
+	} {
+		cmd := exec.CommandContext(t.Context(), promtool, args...)
+		cmd.Dir = "../../deploy/prometheus"
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("promtool %q: %v\n%s", args, err, out)
+		}
+	}
+}
