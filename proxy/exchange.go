@@ -76,7 +76,11 @@ func (s *Server) infer(ep *endpoint) echo.HandlerFunc {
 		defer s.leave()
 		defer x.end()
 		if err := x.serve(); err != nil {
+			began := x.w.Committed
 			x.fail(err)
+			if began { // nothing has told the client so: what it has must not end like a whole answer
+				panic(http.ErrAbortHandler)
+			}
 		}
 		return nil
 	}

@@ -2,8 +2,10 @@ package proxy_test
 
 import (
 	"context"
+	"errors"
 	"io"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"strings"
 	"sync"
@@ -74,6 +76,51 @@ func TestClientLeaves(t *testing.T) {
 			}
 			if tt.name != "while a worker drains its stream" && !strings.Contains(log.String(), "status=499") && !strings.Contains(log.String(), "error_type=cancelled") {
 				t.Errorf("the access record does not tell of a client that left: %s", log)
+			}
+		})
+	}
+}
+
+// TestHalfClose has clients close their sending side alone once their answer has begun. A server
+// cannot tell them from clients that have left, but they still read: what they have must not end
+// like a whole answer.
+func TestHalfClose(t *testing.T) {
+	for _, tt := range []struct {
+		name, body string
+		worker     func(*conn, received)
+		commit     string
+	}{
+		{"in a stream", streamBody, saysThen(streamHead + chunk(hello)), "event"},
+		{"in a stream, in an event", streamBody, saysThen(streamHead + chunk(hello+hello[:9])), "event"},
+		{"in a stream that could end, but for [DONE]", streamBody, saysThen(streamHead + chunk(ended)), "event"},
+		{"before the first event of a stream that was committed at its head", streamBody, saysThen(streamHead), "head"},
+		{"in a large unary body in chunks", chatBody, saysThen("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(strings.Repeat("x", 2<<20))), "event"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			s := newScript(t, tt.worker)
+			f := begin(t, setup{proxy: func(c *proxy.Config) { c.CommitOn = tt.commit }}, served("w", s))
+			client := f.dial()
+			client.post(tt.body)
+			if status, header := client.head(); status != "HTTP/1.1 200 OK" || !strings.Contains(header, "Transfer-Encoding: chunked\r\n") {
+				t.Fatalf("head %s %s, want 200 in chunks", status, header)
+			}
+			if err := client.Conn.(*net.TCPConn).CloseWrite(); err != nil {
+				t.Fatal(err)
+			}
+			last := " "
+			for err := error(nil); err == nil; {
+				if last, err = client.chunk(); last == "" && err == nil {
+					t.Error("the answer ends as if it were whole")
+					break
+				}
+			}
+			if _, err := client.br.ReadByte(); !errors.Is(err, io.EOF) {
+				t.Errorf("after it: %v, want a connection that is closed", err)
+			}
+			eventually(t, "the leave is counted", func() bool { return f.metric("dynamo_frontend_disconnected_clients") == "1" })
+			eventually(t, "the worker's connection is closed", func() bool { _, open := s.connections(); return open == 0 })
+			if got := f.states(); got != "w:unknown" {
+				t.Errorf("afterwards %s: a client that leaves is not a worker's failure", got)
 			}
 		})
 	}
