@@ -36,15 +36,15 @@ type room struct {
 // rooms lists all packages, planned ones included.
 var rooms = map[string]room{
 	"":             {top, nil},
-	"cmd/spillway": {top, []string{"configs", "proxy", "selectservice", "tracker/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
+	"cmd/spillway": {top, []string{"buckets", "configs", "proxy", "selectservice", "tracker/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
 	"configs":      {top, []string{"proxy", "selectservice", "tracker/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
 
-	"proxy":           {shell, []string{"httperr", "proxy/upstream"}},
+	"proxy":           {shell, []string{"httperr", "buckets", "proxy/upstream"}},
 	"proxy/upstream":  {shell, nil},
 	"selectservice":   {shell, []string{"httperr"}},
 	"tracker/service": {shell, []string{"httperr"}},
 	"dispatch":        {shell, []string{"dispatch/budget"}},
-	"monitor":         {shell, []string{"wire", "busy", "tracker", "kvindex"}},
+	"monitor":         {shell, []string{"wire", "busy", "tracker", "kvindex", "buckets"}},
 	"replica":         {shell, []string{"wire", "tracker"}},
 	"tokenize":        {shell, nil},
 	"httperr":         {shell, []string{"router"}},
@@ -58,9 +58,10 @@ var rooms = map[string]room{
 	"dispatch/budget": {core, nil},
 	"sim/engine":      {core, nil},
 
-	"worker": {leaf, nil},
-	"kvhash": {leaf, nil},
-	"wire":   {leaf, []string{"worker", "kvhash"}},
+	"worker":  {leaf, nil},
+	"kvhash":  {leaf, nil},
+	"buckets": {leaf, nil},
+	"wire":    {leaf, []string{"worker", "kvhash"}},
 }
 
 // private packages are part of another one, which alone may import them; tests may import

@@ -8,6 +8,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"spillway/buckets"
 )
 
 // Config are the settings of the monitor. It is read-only once given to New.
@@ -21,6 +23,8 @@ type Config struct {
 	HealthPath            string        `koanf:"health-path" usage:"path of the health probe on the worker; any 2xx passes"`
 	EventPlane            string        `koanf:"event-plane" dyn:"DYN_EVENT_PLANE" usage:"where load events of workers and other routers come from: off or zmq"`
 	EventEndpoints        []string      `koanf:"event-endpoints" usage:"publishers of load events, tcp://host:port each, for event-plane zmq"`
+
+	Histograms *buckets.Shapes `koanf:"-"` // buckets as the environment reshapes them; nil: as documented
 }
 
 // DefaultConfig scrapes each second and probes every five.

@@ -3,6 +3,8 @@ package monitor
 import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promauto"
+
+	"spillway/buckets"
 )
 
 // Why a scrape brought less than it should have.
@@ -35,7 +37,7 @@ type metrics struct {
 	errors   *prometheus.CounterVec
 }
 
-func newMetrics(reg prometheus.Registerer) *metrics {
+func newMetrics(reg prometheus.Registerer, shapes *buckets.Shapes) *metrics {
 	f := promauto.With(reg)
 	dropped := f.NewCounterVec(prometheus.CounterOpts{
 		Name: "spillway_event_dropped_total",
@@ -50,7 +52,7 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 		duration: f.NewHistogramVec(prometheus.HistogramOpts{
 			Name:    "spillway_scrape_duration_seconds",
 			Help:    "Time that a look at a worker's metrics page took, failed ones included.",
-			Buckets: []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5},
+			Buckets: shapes.Of("scrape_duration_seconds", []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5}),
 		}, []string{"worker"}),
 		errors: f.NewCounterVec(prometheus.CounterOpts{
 			Name: "spillway_scrape_errors_total",

@@ -56,7 +56,7 @@ type KvWorkerMonitor struct {
 // another monitor's metrics.
 func New(cfg Config, log *slog.Logger, reg prometheus.Registerer) *KvWorkerMonitor {
 	return &KvWorkerMonitor{
-		cfg: cfg, log: log, metrics: newMetrics(reg), get: newGetter(),
+		cfg: cfg, log: log, metrics: newMetrics(reg, cfg.Histograms), get: newGetter(),
 		changed: make(chan struct{}, 1), watches: map[worker.ID]*watch{},
 	}
 }

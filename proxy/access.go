@@ -20,7 +20,7 @@ type accessLog struct {
 	suppressed int       // refusals since
 }
 
-func (a *accessLog) record(x *exchange) {
+func (a *accessLog) record(x *exchange, now time.Time) {
 	ctx := context.Background()
 	if !a.log.Enabled(ctx, slog.LevelInfo) {
 		return
@@ -33,7 +33,7 @@ func (a *accessLog) record(x *exchange) {
 			attrs = append(attrs, slog.String("reason", string(e.Reason)))
 		}
 		if e.Reason.Rejected() || e.Reason == httperr.Draining {
-			left, ok := a.allow(time.Now())
+			left, ok := a.allow(now)
 			if !ok {
 				return
 			}
@@ -57,7 +57,7 @@ func (a *accessLog) record(x *exchange) {
 		attrs = append(attrs, slog.Uint64("prompt_tokens", x.out.usage.prompt), slog.Uint64("cached_tokens", x.out.usage.cached))
 	}
 	attrs = append(attrs, slog.Uint64("output_tokens", x.out.tokens), slog.Int("bytes_in", len(x.body)),
-		slog.Int64("bytes_out", x.out.written), slog.Int64("duration_ms", time.Since(x.start).Milliseconds()))
+		slog.Int64("bytes_out", x.out.written), slog.Int64("duration_ms", now.Sub(x.start).Milliseconds()))
 	a.log.LogAttrs(ctx, slog.LevelInfo, "request", attrs...)
 }
 

@@ -51,9 +51,11 @@ var errTried = errors.New("proxy: the worker is being tried by another request")
 
 // admit opens the metrics of the request and gets it an answer from a worker.
 func (x *exchange) admit(h hints) error {
-	x.model.metrics.queued.Inc()
+	x.counts.queued.Add(1)
 	x.waiting = true
-	x.wait.deadline = x.deadlineOf(time.Now())
+	now := time.Now()
+	x.enter(route, now)
+	x.wait.deadline = x.deadlineOf(now)
 	x.estimate = x.scan.promptTokens()
 	x.query = router.Query{
 		PromptTokens: x.estimate, NoDecode: !x.ep.decodes, Only: x.target.Only, DP: h.dp,
@@ -69,10 +71,11 @@ func (x *exchange) admit(h hints) error {
 		x.query.Worker = &id
 	}
 	var first, last *failure
+	var failedAt time.Time // of last
 	for {
 		err := x.reserve()
 		if first == nil && (err == nil || errors.Is(err, router.ErrOverloaded) || errors.Is(err, router.ErrPinBusy)) {
-			x.model.metrics.issued[x.ep.index].Inc() // it has reached admission
+			x.counts.issued[x.ep.index].Add(1) // it has reached admission
 		}
 		if err != nil {
 			if first != nil { // nowhere left to retry: the first failure is the answer
@@ -81,8 +84,7 @@ func (x *exchange) admit(h hints) error {
 			return err
 		}
 		if last != nil {
-			x.model.metrics.migrations.Inc()
-			x.model.metrics.retries[last.reason].Inc()
+			x.retried(last.reason, failedAt)
 		}
 		err = x.try(x.attempts - 1)
 		x.release()
@@ -95,9 +97,12 @@ func (x *exchange) admit(h hints) error {
 		if !last.retry || h.worker != nil || x.attempts > x.retries(last) || x.req.Context().Err() != nil {
 			return first
 		}
-		if x.expired(time.Now()) {
+		failedAt = time.Now()
+		if x.expired(failedAt) {
 			return overdue(last)
 		}
+		x.migration(migrationFailed, failedAt)
+		x.enter(route, failedAt)
 		x.query.Exclude = append(x.query.Exclude, x.sel.Worker.ID)
 	}
 }
@@ -113,9 +118,14 @@ func (x *exchange) retries(f *failure) int {
 
 // reserve picks a rank, books the request on it, and gets leave from its worker's circuit.
 func (x *exchange) reserve() error {
+	if !x.routed {
+		x.routed = true
+		x.s.metrics.routerStarted.Add(1)
+	}
 	for {
 		now := time.Now()
 		err := x.book(now)
+		x.decided(err, now)
 		if err == nil {
 			x.attempts++
 			x.sentAt = now

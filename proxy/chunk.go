@@ -4,10 +4,12 @@ import "strconv"
 
 // usage is what a worker says a request has cost, in tokens. Known tells that it said so.
 type usage struct {
-	known      bool
-	prompt     uint64
-	cached     uint64
-	completion uint64
+	known bool
+	// cachedKnown is that cached was told, be it 0.
+	cachedKnown bool
+	prompt      uint64
+	cached      uint64 // part of prompt
+	completion  uint64
 }
 
 // chunk is what the front end learns from one data event of a stream, or from a unary body.
@@ -130,12 +132,14 @@ func (u *usage) read(c *cursor) error {
 		case kindOf(next) == numeric && (key.is("completion_tokens") || key.is("output_tokens")):
 			return count(c, &u.completion)
 		case kindOf(next) == numeric && key.is("cache_read_input_tokens"):
+			u.cachedKnown = true
 			return count(c, &read)
 		case kindOf(next) == numeric && key.is("cache_creation_input_tokens"):
 			return count(c, &written)
 		case next == byte(object) && (key.is("prompt_tokens_details") || key.is("input_tokens_details")):
 			return c.object(func(key text) error {
 				if kindOf(c.peek()) == numeric && key.is("cached_tokens") {
+					u.cachedKnown = true
 					return count(c, &u.cached)
 				}
 				return c.skip(3)
@@ -149,7 +153,7 @@ func (u *usage) read(c *cursor) error {
 // stream, and may leave it out at the end.
 func (u usage) then(more usage) usage {
 	if more.prompt == 0 {
-		more.prompt, more.cached = u.prompt, u.cached
+		more.prompt, more.cached, more.cachedKnown = u.prompt, u.cached, u.cachedKnown
 	}
 	return more
 }

@@ -43,8 +43,8 @@ type circuit struct {
 	blocked bool // what list was told
 }
 
-// buckets is into how many parts the window is divided: failures leave it one part at a time.
-const buckets = 12
+// periods is into how many parts the window is divided: failures leave it one part at a time.
+const periods = 12
 
 func newCircuit(cfg Config, w *worker.Worker, list *busy.List, log *slog.Logger) *circuit {
 	c := &circuit{id: w.ID, name: w.Name, list: list, log: log}
@@ -55,7 +55,7 @@ func newCircuit(cfg Config, w *worker.Worker, list *busy.List, log *slog.Logger)
 	c.breaker = gobreaker.NewTwoStepCircuitBreaker[struct{}](gobreaker.Settings{
 		MaxRequests:  uint32(min(cfg.CBSuccessThreshold, math.MaxUint32)),
 		Interval:     cfg.CBWindow,
-		BucketPeriod: max(cfg.CBWindow/buckets, 1),
+		BucketPeriod: max(cfg.CBWindow/periods, 1),
 		Timeout:      cfg.CBOpen,
 		// In a row, and in the window: each count alone is one of them only.
 		ReadyToTrip:   func(n gobreaker.Counts) bool { return min(n.ConsecutiveFailures, n.TotalFailures) >= most },
@@ -152,4 +152,18 @@ func (c *circuit) retire(now time.Time) {
 		c.blocked = false
 		c.list.SetCircuit(c.id, false, now)
 	}
+}
+
+// number is the state of a circuit as metrics tell it; of none, closed.
+func (c *circuit) number() float64 {
+	if c == nil {
+		return 0
+	}
+	switch c.now() {
+	case gobreaker.StateOpen:
+		return 1
+	case gobreaker.StateHalfOpen:
+		return 2
+	}
+	return 0
 }

@@ -8,6 +8,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"spillway/buckets"
 )
 
 // Config is what an operator sets of the front end's HTTP side. A zero limit is off where its
@@ -52,6 +54,7 @@ type Config struct {
 	DisableRoutingHints     bool          `koanf:"disable-routing-hints" dyn:"DYN_DISABLE_FRONTEND_NVEXT" usage:"ignore headers that pin a request to a worker or rank"`
 	DisableAdminAPI         bool          `koanf:"disable-admin-api" dyn:"DYN_DISABLE_FRONTEND_ADMIN_API" usage:"do not serve /busy_threshold and /workers"`
 	EnableAnthropicAPI      bool          `koanf:"enable-anthropic-api" dyn:"DYN_ENABLE_ANTHROPIC_API" usage:"serve /v1/messages from workers that speak Anthropic's API"`
+	MetricsPrefix           string        `koanf:"metrics-prefix" dyn:"DYN_METRICS_PREFIX" usage:"prefix of the front end family of metrics"`
 	MetadataHeader          string        `koanf:"metadata-header" dyn:"DYN_METADATA_HEADER" usage:"prefix of headers that carry metadata"`
 
 	CanaryAfter   time.Duration `koanf:"canary-after" dyn:"DYN_CANARY_WAIT_TIME" dynunit:"s" dynif:"DYN_HEALTH_CHECK_ENABLED" dynelse:"10" usage:"time without a success after which a worker is sent a request for one token; 0 is off"`
@@ -71,6 +74,8 @@ type Config struct {
 	HealthPath      string `koanf:"health-route" dyn:"DYN_HTTP_SVC_HEALTH_PATH" usage:"route of the readiness probe"`
 	LivePath        string `koanf:"live-route" dyn:"DYN_HTTP_SVC_LIVE_PATH" usage:"route of the liveness probe"`
 	MetricsPath     string `koanf:"metrics-route" dyn:"DYN_HTTP_SVC_METRICS_PATH" usage:"route of the metrics"`
+
+	Histograms *buckets.Shapes `koanf:"-"` // buckets as the environment reshapes them; nil: as documented
 }
 
 // DefaultConfig is the documented front end.
@@ -82,7 +87,7 @@ func DefaultConfig() Config {
 		CanaryTimeout:      3 * time.Second,
 		CBFailureThreshold: 10, CBWindow: 2 * time.Minute, CBOpen: time.Minute, CBSuccessThreshold: 3,
 		CommitOn: "event", UnaryPrefill: "estimate", SlotMaxAge: 10 * time.Minute,
-		OverloadStatusCode: "503", RetryAfter: "1", ErrorEnvelope: "flat", MetadataHeader: "x-dynamo-meta-",
+		OverloadStatusCode: "503", RetryAfter: "1", ErrorEnvelope: "flat", MetricsPrefix: "dynamo_frontend", MetadataHeader: "x-dynamo-meta-",
 		ChatPath: "/v1/chat/completions", CompletionsPath: "/v1/completions", EmbeddingsPath: "/v1/embeddings",
 		ResponsesPath: "/v1/responses", AnthropicPath: "/v1/messages", ModelsPath: "/v1/models", HealthPath: "/health", LivePath: "/live", MetricsPath: "/metrics",
 	}
@@ -120,6 +125,9 @@ func (c Config) Validate() error {
 		if d < 0 {
 			fail(key, "%v is negative", d)
 		}
+	}
+	if c.MetricsPrefix == "" {
+		fail("metrics-prefix", "must not be empty")
 	}
 	if c.CBSuccessThreshold == 0 {
 		fail("cb-success-threshold", "0 is not above 0")

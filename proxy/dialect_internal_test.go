@@ -14,7 +14,7 @@ func TestReadEvents(t *testing.T) {
 		want    chunk
 	}{
 		{"start", readMessage, `{"type":"message_start","message":{"id":"m","content":[],"usage":{"input_tokens":25,"cache_read_input_tokens":100,"cache_creation_input_tokens":5,"output_tokens":1}}}`,
-			chunk{usage: usage{known: true, prompt: 130, cached: 100, completion: 1}}},
+			chunk{usage: usage{known: true, prompt: 130, cachedKnown: true, cached: 100, completion: 1}}},
 		{"block start", readMessage, `{"type":"content_block_start","index":0,"content_block":{"type":"text","text":""}}`, chunk{}},
 		{"text", readMessage, `{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"Hello"}}`, chunk{tokens: 1}},
 		{"text, other order", readMessage, `{"delta":{"text":"Hello","type":"text_delta"},"type":"content_block_delta"}`, chunk{tokens: 1}},
@@ -39,7 +39,7 @@ func TestReadEvents(t *testing.T) {
 		{"no text", readResponse, `{"type":"response.output_text.delta","delta":""}`, chunk{}},
 		{"text done", readResponse, `{"type":"response.output_text.done","text":"Hello"}`, chunk{}},
 		{"completed", readResponse, `{"type":"response.completed","response":{"usage":{"input_tokens":10,"input_tokens_details":{"cached_tokens":4},"output_tokens":3,"total_tokens":13}}}`,
-			chunk{done: true, usage: usage{known: true, prompt: 10, cached: 4, completion: 3}}},
+			chunk{done: true, usage: usage{known: true, prompt: 10, cachedKnown: true, cached: 4, completion: 3}}},
 		{"incomplete", readResponse, `{"type":"response.incomplete","response":{"incomplete_details":{"reason":"max_output_tokens"}}}`, chunk{done: true}},
 		{"failed", readResponse, `{"type":"response.failed","response":{"error":{"code":"server_error"}}}`, chunk{done: true, failed: true}},
 		{"error", readResponse, `{"type":"error","code":"x","message":"y"}`, chunk{failed: true}},

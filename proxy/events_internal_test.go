@@ -223,7 +223,7 @@ func TestReadChunk(t *testing.T) {
 		{"the last index", `{"choices":[{"index":255,"text":""}]}`, chunk{choices: 1, index: [4]uint64{3: 1 << 63}}},
 		{"finish", `{"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}`, chunk{choices: 1, finish: 1, index: bit0, ended: bit0}},
 		{"usage only", `{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":5,"total_tokens":12,"prompt_tokens_details":{"cached_tokens":4}}}`,
-			chunk{usage: usage{known: true, prompt: 7, cached: 4, completion: 5}}},
+			chunk{usage: usage{known: true, prompt: 7, cachedKnown: true, cached: 4, completion: 5}}},
 		{"usage with choices", `{"choices":[{"delta":{"content":"x"}}],"usage":{"completion_tokens":3,"prompt_tokens_details":null}}`,
 			chunk{choices: 1, tokens: 1, index: bit0, usage: usage{known: true, completion: 3}}},
 		{"no usage", `{"choices":[],"usage":null}`, chunk{}},

@@ -47,6 +47,14 @@ type exchange struct {
 	wait     wait
 	gone     bool // the client could not be written to
 	out      outcome
+
+	counts   *modelMetrics // of model, or of the unknown one; nil on no inference route
+	step     step
+	stepAt   time.Time // when step began
+	failedAt time.Time // when the attempt before the present one failed; zero if there was none, or that has been counted
+	routed   bool      // a rank has been asked for
+	counted  uint64    // tokens in the metrics
+	last     *lastSeen // of the present rank, from the first token on
 }
 
 // outcome is what the access record tells.
@@ -54,6 +62,7 @@ type outcome struct {
 	status     int
 	failure    *httperr.Error // nil: success
 	firstToken time.Time
+	lastToken  time.Time
 	tokens     uint64 // generated
 	usage      usage
 	written    int64
@@ -63,14 +72,15 @@ type outcome struct {
 func (s *Server) infer(ep *endpoint) echo.HandlerFunc {
 	return func(c echo.Context) error {
 		x := s.newExchange(ep, c)
+		x.open()
 		if !s.knows(x.req.Header) {
 			x.fail(unauthorized())
-			s.access.record(x)
+			x.account()
 			return nil
 		}
 		if !s.admitting() {
 			x.fail(notReady())
-			s.access.record(x)
+			x.account()
 			return nil
 		}
 		defer s.leave()
@@ -111,7 +121,7 @@ func (x *exchange) stopped() bool { return errors.Is(context.Cause(x.req.Context
 // end closes the books of the request, whatever happened to it, a panic included.
 func (x *exchange) end() {
 	x.release()
-	x.received()
+	x.settle()
 	bodies.put(x.pooled)
 	if p := recover(); p != nil {
 		if p == http.ErrAbortHandler { //nolint:errorlint // net/http compares by identity too
@@ -131,15 +141,9 @@ func (x *exchange) end() {
 
 // account writes down what became of the request, once.
 func (x *exchange) account() {
-	if e := x.out.failure; e != nil && e.Cause == httperr.Cancelled {
-		if x.gone || x.req.Context().Err() != nil {
-			x.s.metrics.disconnected.Inc()
-		}
-		if x.model != nil {
-			x.model.metrics.cancelled[x.ep.index][x.scan.requestType()].Inc()
-		}
-	}
-	x.s.access.record(x)
+	now := time.Now()
+	x.close(now)
+	x.s.access.record(x, now)
 }
 
 // serve gets the request an answer.
@@ -159,6 +163,9 @@ func (x *exchange) prepare() (h hints, err error) {
 	}
 	if err := x.readBody(); err != nil {
 		return h, err
+	}
+	if x.counts != nil {
+		x.enter(preprocess, time.Now())
 	}
 	scan, bad := scan(x.body)
 	if bad != nil {
@@ -186,21 +193,13 @@ func (x *exchange) prepare() (h hints, err error) {
 	if x.target, err = x.s.router.Resolve(x.askedModel, h.tenant); err != nil {
 		return h, err
 	}
-	x.model = x.s.models.of(x.target.Model)
+	x.known(x.s.models.of(x.target.Model))
 	if x.target.Partition == nil {
 		return h, router.ErrNoWorkers
 	}
 	x.addUsage = x.s.cfg.ForceIncludeUsage && x.ep.dialect == openAI && x.scan.stream == yes && !x.scan.includeUsage
 	x.forward, err = x.edited()
 	return h, err
-}
-
-// received notes that the wait for the worker's first byte is over.
-func (x *exchange) received() {
-	if x.waiting {
-		x.waiting = false
-		x.model.metrics.queued.Dec()
-	}
 }
 
 // told is what a client would be told of err.
@@ -224,12 +223,9 @@ func (x *exchange) fail(err error) {
 	}
 	switch {
 	case e.Reason == "":
-	case x.model == nil: // refused before the model was known
-		x.s.metrics.rejections.WithLabelValues(unknownModel, string(e.Reason)).Inc()
-	default:
-		x.model.metrics.rejections[e.Reason].Inc()
+	case x.counts != nil:
+		x.counts.refused(x.ep.index, e.Reason)
 		if e.Reason.Rejected() {
-			x.model.metrics.rejected[x.ep.index].Inc()
 			x.s.freed.shed(time.Now())
 		}
 	}

@@ -41,6 +41,18 @@ func (ms *models) of(name string) *model {
 	return m.(*model)
 }
 
+// all are the metrics of the models that have been asked for, and of those named.
+func (ms *models) all(names []string) (found []*modelMetrics) {
+	for _, name := range names {
+		ms.of(name)
+	}
+	ms.known.Range(func(_, m any) bool {
+		found = append(found, m.(*model).metrics)
+		return true
+	})
+	return found
+}
+
 func (ms *models) firstSeen(name string) int64 {
 	at, _ := ms.created.LoadOrStore(name, time.Now())
 	return at.(time.Time).Unix()

@@ -3,6 +3,7 @@ package proxy
 import (
 	"fmt"
 	"net/url"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -23,6 +24,26 @@ type peer struct {
 	proved   atomic.Int64                    // Unix time in ns of the last success or canary; at first when the peer was made
 	canary   atomic.Bool                     // one is out
 	answers  [len(codeClasses)]atomic.Uint64 // by the first digit of the status
+	last     sync.Map                        // rank (uint32) -> *lastSeen
+}
+
+// lastSeen is how a rank did last, -1 where that is not known.
+type lastSeen struct {
+	ttft, itl atomic.Int64 // ns
+	input     atomic.Int64 // prompt tokens
+}
+
+// lastOf is kept for a rank; worker.AnyDP if the worker picks it.
+func (p *peer) lastOf(dp uint32) *lastSeen {
+	if v, ok := p.last.Load(dp); ok {
+		return v.(*lastSeen)
+	}
+	l := &lastSeen{}
+	l.ttft.Store(-1)
+	l.itl.Store(-1)
+	l.input.Store(-1)
+	v, _ := p.last.LoadOrStore(dp, l)
+	return v.(*lastSeen)
 }
 
 // codeClasses are the labels of peer.answers. There is no final 1xx, and what is above 5xx counts

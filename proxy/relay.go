@@ -219,8 +219,9 @@ func (x *exchange) workerHeaders(h http.Header) {
 // unary relays an answer that is not a stream. Up to 1 MiB it is held back until it is whole, so
 // that a worker that dies in the middle can be replaced.
 func (x *exchange) unary(resp *upstream.Response) error {
-	x.received()
-	x.prefillDone(time.Now())
+	now := time.Now()
+	x.received(now)
+	x.prefillDone(now)
 	var body []byte
 	for {
 		part, err := x.next(resp, time.Time{})

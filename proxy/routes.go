@@ -65,13 +65,10 @@ func (s *Server) routes() error {
 	return errors.Join(t.err, admin.err)
 }
 
-// exposition serves the metrics. The series of every known model exist before it is first read.
+// exposition serves the metrics.
 func (s *Server) exposition() echo.HandlerFunc {
 	h := promhttp.HandlerFor(s.registry, promhttp.HandlerOpts{Registry: s.registry})
 	return func(c echo.Context) error {
-		for _, name := range s.router.Catalog().Models() {
-			s.models.of(name)
-		}
 		h.ServeHTTP(c.Response(), c.Request())
 		return nil
 	}

@@ -85,8 +85,8 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 			Status: s.overload, Cause: httperr.Overload, Message: httperr.BusyMessage,
 		})
 	}
-	s.metrics = newMetrics(reg, r, &s.peers)
-	s.models.made = s.metrics.model
+	s.metrics = newMetrics(reg, s)
+	s.models.made = s.metrics.newModel
 	s.slots.init()
 	s.workers = directory{server: s, entries: map[worker.ID]*entry{}, watch: func(*worker.Worker, *busy.List) {}, forget: func(worker.ID) {}}
 	if err := s.routes(); err != nil {

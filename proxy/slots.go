@@ -140,7 +140,7 @@ func (s *Server) sweep(now time.Time) {
 	for _, r := range idle {
 		if !live[r.id] {
 			r.part.Free(r.id, now)
-			s.metrics.leaks.Inc()
+			s.metrics.leaks.Add(1)
 			s.log.Error("a reservation had leaked", "model", r.part.Key.Model, "reservation", r.id)
 		}
 	}

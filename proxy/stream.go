@@ -210,13 +210,13 @@ func (st *stream) tokens(ch *chunk) {
 	}
 	now := time.Now()
 	if x.out.firstToken.IsZero() {
-		x.out.firstToken = now
-		x.received()
+		x.received(now)
 		x.prefillDone(now)
 		if x.permit.try { // it has shown enough; the rest of its answer may take minutes
 			x.permit.settle(succeeded, now)
 		}
 	}
+	x.generated(n, now)
 	x.out.tokens += n
 	if x.s.trackOutput {
 		if blocks := ceilDiv(x.query.PromptTokens+x.out.tokens, uint64(x.sel.BlockSize)); blocks > st.blocks {

@@ -3,9 +3,11 @@
 package tracker
 
 import (
+	"cmp"
 	"errors"
 	"maps"
 	"math"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -272,6 +274,26 @@ func (t *Tracker) Load(r worker.Rank) Load {
 func (t *Tracker) Promised(r worker.Rank) (decodeBlocks, prefillTokens uint64) {
 	l := t.Load(r)
 	return l.DecodeBlocks, l.PrefillTokens
+}
+
+// RankLoad is the load of one rank of a worker.
+type RankLoad struct {
+	DP uint32
+	Load
+}
+
+// Ranks appends to dst the loads of the ranks of one worker, by DP; nothing for an unknown one.
+func (t *Tracker) Ranks(id worker.ID, dst []RankLoad) []RankLoad {
+	from := len(dst)
+	t.mu.Lock()
+	if b := t.books[id]; b != nil {
+		for dp, l := range b.ranks {
+			dst = append(dst, RankLoad{dp, *l})
+		}
+	}
+	t.mu.Unlock()
+	slices.SortFunc(dst[from:], func(a, b RankLoad) int { return cmp.Compare(a.DP, b.DP) })
+	return dst
 }
 
 // Loads are the loads of all ranks that are known, in no order.

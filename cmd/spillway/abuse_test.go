@@ -132,7 +132,7 @@ func (a *abuse) serve() *output {
 		a.t.Fatal(err)
 	}
 	logged := &output{}
-	f, err := newFrontend(cfg.Serving, cfg.Fleet, newLogger(logged, cfg.Serving.Log))
+	f, err := newFrontend(process{environ: func() []string { return nil }}, cfg.Serving, cfg.Fleet, newLogger(logged, cfg.Serving.Log))
 	if err != nil {
 		a.t.Fatal(err)
 	}

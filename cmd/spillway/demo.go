@@ -38,7 +38,7 @@ func runDemo(ctx context.Context, p process, cfg configs.Demo, log *slog.Logger)
 	if err != nil {
 		return errors.Join(err, d.close())
 	}
-	f, err := demoFrontend(cfg, lns, log)
+	f, err := demoFrontend(p, cfg, lns, log)
 	if err != nil {
 		err = errors.Join(err, d.close())
 		for _, l := range lns {
@@ -71,7 +71,7 @@ func demoWorkers(cfg sim.Config, log *slog.Logger) (*sim.Server, []net.Listener,
 	return workers, lns, err
 }
 
-func demoFrontend(cfg configs.Demo, lns []net.Listener, log *slog.Logger) (*frontend, error) {
+func demoFrontend(p process, cfg configs.Demo, lns []net.Listener, log *slog.Logger) (*frontend, error) {
 	var fleet configs.Fleet
 	for i, url := range endpoints(lns) {
 		w, err := worker.Worker{
@@ -82,7 +82,7 @@ func demoFrontend(cfg configs.Demo, lns []net.Listener, log *slog.Logger) (*fron
 		}
 		fleet.Workers = append(fleet.Workers, w)
 	}
-	return newFrontend(cfg.Serving, fleet, log)
+	return newFrontend(p, cfg.Serving, fleet, log)
 }
 
 // welcome says where everything is and what to try.

@@ -42,7 +42,7 @@ func begin(t *testing.T, change func(*configs.Demo)) *fleet {
 	if err != nil {
 		t.Fatal(err)
 	}
-	front, err := demoFrontend(cfg, lns, log)
+	front, err := demoFrontend(process{environ: func() []string { return nil }}, cfg, lns, log)
 	if err != nil {
 		t.Fatal(err)
 	}

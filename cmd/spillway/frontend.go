@@ -14,6 +14,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
+	"spillway/buckets"
 	"spillway/busy"
 	"spillway/configs"
 	"spillway/monitor"
@@ -40,7 +41,7 @@ with 503. Thresholds can be read and changed while running at /busy_threshold.`,
 }
 
 func runFrontend(ctx context.Context, p process, cfg configs.Frontend, log *slog.Logger) error {
-	f, err := newFrontend(cfg.Serving, cfg.Fleet, log)
+	f, err := newFrontend(p, cfg.Serving, cfg.Fleet, log)
 	if err != nil {
 		return err
 	}
@@ -65,7 +66,7 @@ type frontend struct {
 const oldReservation = 30 * time.Second
 
 // newFrontend builds the parts and makes the workers known. Nothing runs yet.
-func newFrontend(cfg configs.Serving, fleet configs.Fleet, log *slog.Logger) (*frontend, error) {
+func newFrontend(p process, cfg configs.Serving, fleet configs.Fleet, log *slog.Logger) (*frontend, error) {
 	catalog, err := fleet.Catalog()
 	if err != nil {
 		return nil, err
@@ -74,7 +75,9 @@ func newFrontend(cfg configs.Serving, fleet configs.Fleet, log *slog.Logger) (*f
 	routes := router.New(cfg.Router, cfg.Busy, catalog, rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())))
 
 	metrics := prometheus.NewRegistry()
-	metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), buildInfo())
+	shapes := buckets.FromEnviron(p.environ())
+	cfg.Proxy.Histograms, cfg.Monitor.Histograms = shapes, shapes
 	server, err := proxy.New(cfg.Proxy, routes, metrics, log)
 	if err != nil {
 		return nil, err
@@ -101,6 +104,9 @@ func newFrontend(cfg configs.Serving, fleet configs.Fleet, log *slog.Logger) (*f
 	}
 	if len(fleet.Workers) == 0 && cfg.Proxy.AdminAddr == "" {
 		log.Warn("no workers configured: every request will be refused; give --workers or --config, or --admin-addr to add them there")
+	}
+	for _, w := range shapes.Warnings() {
+		log.Warn("setting not used", "setting", w)
 	}
 	logChecks(log, cfg.Busy.Thresholds())
 	return &frontend{server: server, monitor: watcher}, nil

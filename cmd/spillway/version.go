@@ -3,28 +3,54 @@ package main
 import (
 	"runtime/debug"
 	"strings"
+
+	"github.com/prometheus/client_golang/prometheus"
 )
 
-// version tells what the binary was built from: the module's version, and the revision of the
-// checkout where the build recorded one.
-func version() string {
+// build is what the binary was built from: the module's version, the revision of the checkout, ""
+// where the build did not record one, and the Go release.
+type build struct{ version, revision, goversion string }
+
+func readBuild() build {
 	info, ok := debug.ReadBuildInfo()
 	if !ok {
-		return "unknown"
+		return build{version: "unknown"}
 	}
-	parts := []string{info.Main.Version}
-	if info.Main.Version == "" {
-		parts[0] = "(devel)"
+	b := build{version: info.Main.Version, goversion: info.GoVersion}
+	if b.version == "" {
+		b.version = "(devel)"
 	}
 	settings := map[string]string{}
 	for _, s := range info.Settings {
 		settings[s.Key] = s.Value
 	}
-	if revision := settings["vcs.revision"]; revision != "" {
-		if settings["vcs.modified"] == "true" {
-			revision += " with changes"
-		}
-		parts = append(parts, "revision "+revision)
+	b.revision = settings["vcs.revision"]
+	if b.revision != "" && settings["vcs.modified"] == "true" {
+		b.revision += " with changes"
 	}
-	return strings.Join(append(parts, info.GoVersion), ", ")
+	return b
+}
+
+// version is what --version prints.
+func version() string {
+	b := readBuild()
+	parts := []string{b.version}
+	if b.revision != "" {
+		parts = append(parts, "revision "+b.revision)
+	}
+	if b.goversion != "" {
+		parts = append(parts, b.goversion)
+	}
+	return strings.Join(parts, ", ")
+}
+
+// buildInfo is the metric that tells the same.
+func buildInfo() prometheus.Collector {
+	b := readBuild()
+	info := prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "spillway_build_info", Help: "What the binary was built from; always 1.",
+		ConstLabels: prometheus.Labels{"version": b.version, "revision": b.revision, "goversion": b.goversion},
+	})
+	info.Set(1)
+	return info
 }
