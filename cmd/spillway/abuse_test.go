@@ -132,7 +132,9 @@ func (a *abuse) serve() *output {
 		a.t.Fatal(err)
 	}
 	logged := &output{}
-	f, err := newFrontend(process{environ: func() []string { return nil }}, cfg.Serving, cfg.Fleet, newLogger(logged, cfg.Serving.Log))
+	log, flush := newLogger(logged, cfg.Serving.Log)
+	a.t.Cleanup(flush)
+	f, err := newFrontend(process{environ: func() []string { return nil }}, cfg.Serving, cfg.Fleet, log)
 	if err != nil {
 		a.t.Fatal(err)
 	}

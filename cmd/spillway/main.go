@@ -110,7 +110,8 @@ func command[C configs.Validator](p process, cmd *cobra.Command, def C, logging 
 		if err != nil {
 			return err
 		}
-		log := newLogger(p.stderr, logging(cfg))
+		log, flush := newLogger(p.stderr, logging(cfg))
+		defer flush()
 		for _, w := range warnings {
 			log.Warn("setting not used", "setting", w)
 		}
@@ -122,17 +123,20 @@ func command[C configs.Validator](p process, cmd *cobra.Command, def C, logging 
 	return cmd
 }
 
-// newLogger makes the process's log of valid settings.
-func newLogger(w io.Writer, cfg configs.Log) *slog.Logger {
+// newLogger makes the process's log of valid settings. Lines of level info and below may wait for
+// a moment, or for flush, which the process calls before it ends.
+func newLogger(w io.Writer, cfg configs.Log) (log *slog.Logger, flush func()) {
 	level, err := cfg.Level()
 	if err != nil {
 		panic("spillway: settings that were not validated: " + err.Error())
 	}
 	options := &slog.HandlerOptions{Level: level}
+	out := &lateWriter{w: w}
+	var lines slog.Handler = slog.NewTextHandler(out, options)
 	if cfg.LogFormat == "json" {
-		return slog.New(slog.NewJSONHandler(w, options))
+		lines = slog.NewJSONHandler(out, options)
 	}
-	return slog.New(slog.NewTextHandler(w, options))
+	return slog.New(promptHandler{lines, out}), out.flush
 }
 
 // untilSignal returns a context that ends with the first SIGINT or SIGTERM; a second one ends
