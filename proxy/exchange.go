@@ -181,6 +181,11 @@ func (x *exchange) prepare() (h hints, err error) {
 	case !x.scan.modelKind.given():
 		return h, httperr.Invalid("model is required")
 	}
+	h = readHints(x.req.Header, x.s.cfg.DisableRoutingHints)
+	var unknown error
+	if x.target, unknown = x.s.router.Resolve(x.askedModel, h.tenant); unknown == nil {
+		x.known(x.s.models.of(x.target.Model)) // what is wrong with the request is counted for its model
+	}
 	if bad := x.scan.check(x.ep); bad != nil {
 		return h, bad
 	}
@@ -189,11 +194,9 @@ func (x *exchange) prepare() (h hints, err error) {
 			return h, bad
 		}
 	}
-	h = readHints(x.req.Header, x.s.cfg.DisableRoutingHints)
-	if x.target, err = x.s.router.Resolve(x.askedModel, h.tenant); err != nil {
-		return h, err
+	if unknown != nil {
+		return h, unknown
 	}
-	x.known(x.s.models.of(x.target.Model))
 	if x.target.Partition == nil {
 		return h, router.ErrNoWorkers
 	}

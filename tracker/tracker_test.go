@@ -245,3 +245,21 @@ func TestConcurrent(t *testing.T) {
 		t.Errorf("load = %+v, Requests() = %d, want none", load, book.Requests())
 	}
 }
+
+func TestRanks(t *testing.T) {
+	tr := tracker.New()
+	tr.Register(&worker.Worker{ID: 1, DPStart: 2, DPSize: 3})
+	tr.Register(&worker.Worker{ID: 2})
+	if err := tr.Reserve(reservation("a", rank(1, 3), 5, 7), tracker.NoLimit, start); err != nil {
+		t.Fatal(err)
+	}
+	first := tracker.RankLoad{DP: 9}
+	got := tr.Ranks(1, []tracker.RankLoad{first})
+	want := []tracker.RankLoad{first, {DP: 2}, {DP: 3, Load: tracker.Load{PrefillTokens: 5, DecodeBlocks: 7, Requests: 1}}, {DP: 4}}
+	if !slices.Equal(got, want) {
+		t.Errorf("Ranks(1) = %+v, want %+v", got, want)
+	}
+	if got := tr.Ranks(3, nil); len(got) != 0 {
+		t.Errorf("Ranks of an unknown worker = %+v, want none", got)
+	}
+}
