@@ -33,7 +33,7 @@ func TestDocsNameFlagsThatExist(t *testing.T) {
 	for _, cmd := range newRoot(process{}).Commands() {
 		cmd.Flags().VisitAll(func(f *pflag.Flag) { known[f.Name] = true })
 	}
-	for _, page := range []string{"README.md", "ARCHITECTURE.md"} {
+	for _, page := range []string{"README.md", "ARCHITECTURE.md", "docs/operations.md"} {
 		for _, flag := range found(t, page, "[ `]--([a-z][a-z0-9-]*)") {
 			if !known[flag] && flag != "help" {
 				t.Errorf("%s: --%s is a flag of no command", page, flag)
@@ -42,13 +42,28 @@ func TestDocsNameFlagsThatExist(t *testing.T) {
 	}
 }
 
+// TestDocsNameMetricsThatExist also checks dashboard and alert rules: a series that is misspelt
+// there is a panel without data, or an alert that never fires.
 func TestDocsNameMetricsThatExist(t *testing.T) {
 	demo := start(t, nil, "demo", "--http-port", "0", "--port", "0")
 	url := demo.await(`Front end: (\S+)\n`)
-	for _, name := range found(t, "README.md", `\b((?:dynamo|spillway)_[a-z_]+)`) {
-		eventually(t, name+" is exposed", func() bool {
-			_, page := fetch(t, url+"/metrics")
-			return strings.Contains(page, "\n# TYPE "+name+" ")
-		})
+	for _, page := range []string{"README.md", "docs/operations.md", "deploy/grafana/spillway.json", "deploy/prometheus/alerts.yml"} {
+		for _, name := range found(t, page, `\b((?:dynamo|spillway)_[a-z0-9_]+)`) {
+			exposed := regexp.MustCompile(`(?m)^# TYPE ` + name + ` |^# TYPE ` + histogramOf(name) + ` histogram$`)
+			eventually(t, page+": "+name+" is exposed", func() bool {
+				_, text := fetch(t, url+"/metrics")
+				return exposed.MatchString(text)
+			})
+		}
 	}
+}
+
+// histogramOf is the name of the histogram that a series would belong to.
+func histogramOf(series string) string {
+	for _, part := range []string{"_bucket", "_sum", "_count"} {
+		if name, ok := strings.CutSuffix(series, part); ok {
+			return name
+		}
+	}
+	return series
 }
