@@ -24,26 +24,44 @@ const (
 	slower     = 2        // p50 and p99 of others' latency beside it over those before
 	keptMemory = 16 << 20 // bytes that the front end may keep of it
 	attempts   = 3        // if the first shows more; the machine may be shared, so the median counts
+	noisy      = 1.5      // p99 over p50 before any guests came, from which an attempt says nothing
 )
 
 // TestClientsCost measures what clients of each manner cost: memory of the front end, which is a
 // process of its own, before, beside and after them, and the latency of others, who use another
 // model with workers of its own.
+//
+// The guests are one more process, and a less favoured one where processors are short: elsewhere they
+// would have machines of their own, and what they burn here is not the front end's to answer for.
+// The floods show how much that is: each is sent a second time, to a server that reads and forgets.
+//
+// On a machine with other work to do, nice -n -20 keeps that from the figures. Real-time priorities
+// do not: the kernel stops such processes for 50 ms in a second that they fill, and lets each of
+// them run for 100 ms while its equals wait.
 func TestClientsCost(t *testing.T) {
 	if !*clientsMeasure {
 		t.Skip("measures times; -clients.measure runs it")
 	}
 	roomFor(t, manyIdle+500)
-	idle := manner{name: "10,000 idle connections", many: manyIdle}
 	t.Log("| manner | guests | RSS MiB | heap and stacks in use MiB | others: answers | p50 | p99 | p50, p99 ratio | before's p99/p50 |")
-	for _, m := range append(manners(), idle) {
+	for _, m := range measuredManners() {
 		t.Run(m.name, func(t *testing.T) {
 			var p50, p99 []float64
-			for len(p50) < attempts {
-				c := measured(t, m)
+			for tries := 0; len(p50) < attempts; tries++ {
+				if tries == 4*attempts {
+					t.Fatalf("the machine has other work to do: %d of %d attempts could be judged", len(p50), tries)
+				}
+				c := measured(t, m, false)
 				t.Log(c)
+				if m.flood {
+					t.Log("to a server that forgets: ", measured(t, m, true))
+				}
 				if c.kept() > keptMemory {
 					t.Errorf("%.1f MiB of heap and stacks stay, want at most %d", c.kept()/(1<<20), keptMemory>>20)
+				}
+				if c.noise() > noisy {
+					t.Log("not judged: it was not quiet before")
+					continue
 				}
 				p50, p99 = append(p50, c.slower(0.5)), append(p99, c.slower(0.99))
 				if len(p50) == 1 && max(p50[0], p99[0]) <= slower {
@@ -55,6 +73,11 @@ func TestClientsCost(t *testing.T) {
 			}
 		})
 	}
+}
+
+// measuredManners are all that are measured; one without visits only stays.
+func measuredManners() []manner {
+	return append(manners(), manner{name: "10,000 idle connections", many: manyIdle})
 }
 
 // cost is one row of figures.
@@ -72,6 +95,11 @@ func (c cost) slower(q float64) float64 {
 	return float64(c.beside.quantile(q)) / float64(c.before.quantile(q))
 }
 
+// noise is how far the machine by itself keeps answers from taking equally long.
+func (c cost) noise() float64 {
+	return float64(c.before.quantile(0.99)) / float64(c.before.quantile(0.5))
+}
+
 // String is the row of a table. The last figure tells how noisy the machine was by itself.
 func (c cost) String() string {
 	const mib = 1 << 20
@@ -79,7 +107,7 @@ func (c cost) String() string {
 		c.manner.name, c.manner.many, c.visits, c.memory[0].rss/mib, c.memory[1].rss/mib, c.memory[2].rss/mib,
 		c.memory[0].inUse/mib, c.memory[1].inUse/mib, c.memory[2].inUse/mib, len(c.before), len(c.beside),
 		c.before.quantile(0.5), c.beside.quantile(0.5), c.before.quantile(0.99), c.beside.quantile(0.99),
-		c.slower(0.5), c.slower(0.99), float64(c.before.quantile(0.99))/float64(c.before.quantile(0.5)))
+		c.slower(0.5), c.slower(0.99), c.noise())
 }
 
 // held is the memory of a process, in bytes.
@@ -94,7 +122,8 @@ type watched struct {
 	addr, url, admin string
 }
 
-func measured(t *testing.T, m manner) cost {
+// measured is one measurement; elsewhere has the guests visit a server in their own process.
+func measured(t *testing.T, m manner, elsewhere bool) cost {
 	t.Helper()
 	quiet := start(t, nil, "sim", "--port", "0", "--max-num-seqs", "4096", "--kv-blocks", "1000000", "--itl-growth", "0")
 	plagued := start(t, nil, "sim", "--port", "0", "--max-num-seqs", "4096", "--kv-blocks", "1000000", "--model", "guests", "--itl", "20ms", "--itl-growth", "0", "--count", "4")
@@ -117,7 +146,11 @@ func measured(t *testing.T, m manner) cost {
 	c.before = front.latencies(*clientsWindow)
 	ctx, end := context.WithCancel(t.Context())
 	defer end()
-	left := front.invite(ctx, m)
+	host := front.addr
+	if elsewhere {
+		host = ""
+	}
+	left := invite(ctx, t, m, host)
 	peak := front.peak(ctx)
 	c.beside = front.latencies(*clientsWindow)
 	end()
@@ -141,51 +174,6 @@ func (w watched) end(workers ...*running) {
 		_ = p.cmd.Process.Kill() // an error means that it has ended
 		<-p.exited
 	}
-}
-
-// invite has guests come again and again until ctx ends. When the last has left, how many came is
-// sent.
-func (w watched) invite(ctx context.Context, m manner) <-chan int {
-	left := make(chan int, 1)
-	if m.visit == nil {
-		idle, err := gather(ctx, w.addr, m.many, false)
-		if err != nil {
-			w.t.Error(err)
-		}
-		go func() {
-			<-ctx.Done()
-			idle.disperse()
-			left <- m.many
-		}()
-		return left
-	}
-	var mu sync.Mutex
-	var all sync.WaitGroup
-	visits, odd := 0, 0
-	for range m.many {
-		all.Go(func() {
-			for ctx.Err() == nil {
-				err := m.visit(ctx, w.addr, "guests")
-				mu.Lock()
-				visits++
-				if err != nil && ctx.Err() == nil {
-					if odd++; odd == 1 {
-						w.t.Errorf("a guest: %v", err)
-					}
-				}
-				mu.Unlock()
-				pause(ctx, 100*time.Millisecond) // what is measured is the manner, not how fast loopback is
-			}
-		})
-	}
-	go func() {
-		all.Wait()
-		if odd > 1 {
-			w.t.Errorf("and %d more", odd-1)
-		}
-		left <- visits
-	}()
-	return left
 }
 
 // peak sends the most memory that was held until ctx ended.

@@ -22,6 +22,9 @@ func TestMain(m *testing.M) {
 	if name, value, _ := strings.Cut(asCommand, "="); os.Getenv(name) == value {
 		main()
 	}
+	if order := os.Getenv(asGuests); order != "" {
+		beGuests(order)
+	}
 	os.Exit(m.Run())
 }
 
@@ -66,13 +69,19 @@ func start(t *testing.T, env []string, args ...string) *running {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &running{t: t, cmd: exec.Command(self, args...), exited: make(chan struct{})}
+	return launch(t, exec.Command(self, args...), append(env, asCommand))
+}
+
+// launch is start for any command; env is all it is told to be.
+func launch(t *testing.T, cmd *exec.Cmd, env []string) *running {
+	t.Helper()
+	p := &running{t: t, cmd: cmd, exited: make(chan struct{})}
 	for _, v := range os.Environ() {
 		if !strings.HasPrefix(v, "SPILLWAY_") && !strings.HasPrefix(v, "DYN_") {
 			p.cmd.Env = append(p.cmd.Env, v)
 		}
 	}
-	p.cmd.Env = append(append(p.cmd.Env, env...), asCommand)
+	p.cmd.Env = append(p.cmd.Env, env...)
 	p.cmd.Stdout, p.cmd.Stderr = &p.stdout, &p.stderr
 	p.cmd.WaitDelay = time.Second
 	if err := p.cmd.Start(); err != nil {
@@ -89,7 +98,7 @@ func start(t *testing.T, env []string, args ...string) *running {
 		_ = p.cmd.Process.Kill() // an error means that it has ended
 		<-p.exited
 		if t.Failed() {
-			t.Logf("spillway %s\nstdout:\n%s\nstderr:\n%s", strings.Join(args, " "), &p.stdout, &p.stderr)
+			t.Logf("%s\nstdout:\n%s\nstderr:\n%s", strings.Join(append([]string{"spillway"}, cmd.Args[1:]...), " "), &p.stdout, &p.stderr)
 		}
 	})
 	return p
