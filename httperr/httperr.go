@@ -46,17 +46,18 @@ const (
 	NoHealthyWorkers Reason = "no-healthy-workers"
 	Draining         Reason = "draining"
 	WorkerOverloaded Reason = "worker-overloaded"
+	BodyMemory       Reason = "body-memory" // of our own, for request bodies
 )
 
 // Reasons are all of them, in the order of the documentation.
 var Reasons = []Reason{
-	Overloaded, OverloadedPinned, QueueFull, QueueTimeout, NoWorkers, NoHealthyWorkers, Draining, WorkerOverloaded,
+	Overloaded, OverloadedPinned, QueueFull, QueueTimeout, NoWorkers, NoHealthyWorkers, Draining, WorkerOverloaded, BodyMemory,
 }
 
 // Dropped is the same fact in the words of llm-d, for x-llm-d-request-dropped-reason.
 func (r Reason) Dropped() string {
 	switch r {
-	case Overloaded, OverloadedPinned, QueueFull, WorkerOverloaded:
+	case Overloaded, OverloadedPinned, QueueFull, WorkerOverloaded, BodyMemory:
 		return "rejected-saturated"
 	case QueueTimeout:
 		return "rejected-ttl-expired"

@@ -115,11 +115,12 @@ func TestReasons(t *testing.T) {
 		{httperr.NoHealthyWorkers, "no-healthy-workers", "rejected-no-endpoints", false},
 		{httperr.Draining, "draining", "rejected-shutting-down", false},
 		{httperr.WorkerOverloaded, "worker-overloaded", "rejected-saturated", true},
+		{httperr.BodyMemory, "body-memory", "rejected-saturated", false},
 	} {
 		if string(tt.reason) != tt.label || tt.reason.Dropped() != tt.dropped || tt.reason.Rejected() != tt.rejected {
 			t.Errorf("%s: dropped %q, rejected %v, want %q, %v", tt.label, tt.reason.Dropped(), tt.reason.Rejected(), tt.dropped, tt.rejected)
 		}
-		if len(httperr.Reasons) != 8 || httperr.Reasons[i] != tt.reason {
+		if len(httperr.Reasons) != 9 || httperr.Reasons[i] != tt.reason {
 			t.Errorf("Reasons = %v, want %s at %d", httperr.Reasons, tt.reason, i)
 		}
 	}

@@ -56,7 +56,7 @@ func (a *accessLog) record(x *exchange, now time.Time) {
 	if x.out.usage.known {
 		attrs = append(attrs, slog.Uint64("prompt_tokens", x.out.usage.prompt), slog.Uint64("cached_tokens", x.out.usage.cached))
 	}
-	attrs = append(attrs, slog.Uint64("output_tokens", x.out.tokens), slog.Int("bytes_in", len(x.body)),
+	attrs = append(attrs, slog.Uint64("output_tokens", x.out.tokens), slog.Int("bytes_in", x.bytesIn),
 		slog.Int64("bytes_out", x.out.written), slog.Int64("duration_ms", now.Sub(x.start).Milliseconds()))
 	a.log.LogAttrs(ctx, slog.LevelInfo, "request", attrs...)
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"runtime"
 	"strconv"
 	"sync"
 	"time"
@@ -20,46 +21,77 @@ const bodyPart = 16 << 10
 func (x *exchange) readBody() error {
 	limit := int64(x.s.cfg.BodyLimitMB) << 20
 	if x.req.ContentLength > limit {
-		x.w.Header()["Connection"] = []string{"close"} // the body is not worth reading
-		return x.tooLarge()
+		return x.unread(x.tooLarge())
 	}
-	rc := http.NewResponseController(x.w.Writer)
-	x.pooled = bodies.get(x.req.ContentLength)
-	b := (*x.pooled)[:0]
+	x.upload.conn = http.NewResponseController(x.w.Writer)
+	x.s.uploads.add(&x.upload)
+	defer x.s.uploads.remove(&x.upload)
+	b := x.memory.begin(x.req.ContentLength)
 	src := http.MaxBytesReader(x.w.Writer, x.req.Body, limit)
-	for extend := 0; ; {
+	for due := 0; ; {
 		if len(b) == cap(b) {
-			b = append(b, 0)[:len(b)]
+			if b != nil {
+				runtime.Gosched() // a client that never lets us wait is not to be served alone
+				b = x.memory.grow()
+			}
+			if b == nil {
+				return x.unread(x.noMemory())
+			}
 		}
-		if len(b) >= extend { // bytes that trickle in do not extend the time
-			extend = len(b) + bodyPart
-			if err := rc.SetReadDeadline(time.Now().Add(x.s.cfg.ClientReadTimeout)); err != nil && !errors.Is(err, http.ErrNotSupported) {
-				return &httperr.Error{Status: 400, Cause: httperr.Validation, Message: "The request body could not be read", Detail: err}
+		if x.bytesIn >= due { // bytes that trickle in do not extend the time
+			due = x.bytesIn + bodyPart
+			if err := x.allow(time.Now().Add(x.s.cfg.ClientReadTimeout)); err != nil {
+				return err
 			}
 		}
 		n, err := src.Read(b[len(b):cap(b)])
 		b = b[:len(b)+n]
-		if err == nil {
-			continue
-		}
-		*x.pooled, x.body = b, b
-		var large *http.MaxBytesError
+		x.bytesIn += n
 		switch {
+		case err == nil:
 		case errors.Is(err, io.EOF):
-			// The deadline would be taken for a lost client later.
-			if err := rc.SetReadDeadline(time.Time{}); err != nil && !errors.Is(err, http.ErrNotSupported) {
-				return &httperr.Error{Status: 400, Cause: httperr.Validation, Message: "The request body could not be read", Detail: err}
+			if x.body = x.memory.whole(len(b)); x.body == nil {
+				return x.unread(x.noMemory())
 			}
-			return nil
-		case errors.As(err, &large):
-			return x.tooLarge()
-		case x.stopped():
-			return x.req.Context().Err()
+			return x.allow(time.Time{}) // the deadline would be taken for a lost client later
+		default:
+			return x.broken(err)
 		}
-		// net/http has ended the context, but the client may only have stopped sending.
-		x.w.Header()["Connection"] = []string{"close"}
-		return &httperr.Error{Status: 400, Cause: httperr.Validation, Message: "The request body could not be read", Detail: err}
 	}
+}
+
+// allow gives the client until then to send, or for ever if that is zero.
+func (x *exchange) allow(then time.Time) error {
+	if err := x.upload.conn.SetReadDeadline(then); err != nil && !errors.Is(err, http.ErrNotSupported) {
+		return unreadable(err)
+	}
+	if x.stopped() { // or the deadline that was to wake us is lost
+		return x.req.Context().Err()
+	}
+	return nil
+}
+
+// broken is what became of a body that ended in err.
+func (x *exchange) broken(err error) error {
+	var large *http.MaxBytesError
+	switch {
+	case errors.As(err, &large):
+		return x.tooLarge()
+	case x.stopped():
+		return x.req.Context().Err()
+	}
+	// net/http has ended the context, but the client may only have stopped sending.
+	return x.unread(unreadable(err))
+}
+
+// unread is e for a request whose body is not worth reading: the connection ends with it.
+func (x *exchange) unread(e *httperr.Error) *httperr.Error {
+	x.w.Header()["Connection"] = []string{"close"}
+	return e
+}
+
+func unreadable(err error) *httperr.Error {
+	return &httperr.Error{Status: 400, Cause: httperr.Validation, Message: "The request body could not be read", Detail: err}
 }
 
 func (x *exchange) tooLarge() *httperr.Error {
@@ -67,32 +99,22 @@ func (x *exchange) tooLarge() *httperr.Error {
 		"Request body exceeds the limit of "+strconv.Itoa(x.s.cfg.BodyLimitMB)+" MiB (body-limit-mb)")
 }
 
-// bufferPool reuses request bodies; large ones are left to the garbage collector.
-type bufferPool struct{ pool sync.Pool }
-
-var bodies bufferPool
-
-const (
-	smallBody = 4 << 10
-	keepBody  = 256 << 10
-)
-
-func (p *bufferPool) get(size int64) *[]byte {
-	need := smallBody
-	if size > 0 && size <= keepBody {
-		need = max(need, int(size)+1) // one more, so that the end is met without growing
-	} else if size > keepBody {
-		need = keepBody // the rest as it arrives: a declared length is only a claim
+// noMemory is the refusal of a body that the budget has no room for.
+func (x *exchange) noMemory() *httperr.Error {
+	return &httperr.Error{
+		Status: http.StatusServiceUnavailable, Cause: httperr.Unavailable, Reason: httperr.BodyMemory,
+		Message: "Service temporarily unavailable: The requests in flight leave no memory for this body (body-memory-mb), please retry later",
 	}
-	if b, ok := p.pool.Get().(*[]byte); ok && cap(*b) >= need {
-		return b
-	}
-	b := make([]byte, 0, need)
-	return &b
 }
 
-func (p *bufferPool) put(b *[]byte) {
-	if b != nil && cap(*b) <= keepBody {
-		p.pool.Put(b)
+// headPool reuses buffers for the heads of requests to workers.
+var headPool = sync.Pool{New: func() any { b := make([]byte, 0, smallPart); return &b }}
+
+// keptHead is the most that such a buffer may have grown to, in bytes.
+const keptHead = 256 << 10
+
+func putHead(b *[]byte) {
+	if cap(*b) <= keptHead {
+		headPool.Put(b)
 	}
 }

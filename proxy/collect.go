@@ -125,6 +125,8 @@ func (m *metrics) collectProcess(p page, models []*modelMetrics) {
 	}
 	p.count(f.disconnected, nil, m.disconnected.Load())
 	p.count(f.leaks, nil, m.leaks.Load())
+	p.put(f.bodyMemory, nil, float64(m.server.bodies.held.Load()))
+	p.put(f.bodyLimit, nil, float64(m.server.bodies.limit))
 	id := labeled("router_id", m.routerID)
 	p.histogram(f.scheduling, id, m.scheduling)
 	p.histogram(f.routing, id, m.routing)

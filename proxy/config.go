@@ -25,6 +25,7 @@ type Config struct {
 	AdminToken  string `koanf:"admin-token" usage:"bearer token for changing thresholds and workers, and for profiles"`
 
 	BodyLimitMB             int           `koanf:"body-limit-mb" dyn:"DYN_HTTP_BODY_LIMIT_MB" usage:"largest request body in binary megabytes"`
+	BodyMemoryMB            int           `koanf:"body-memory-mb" usage:"most memory that request bodies in flight may hold, in binary megabytes: at least twice body-limit-mb, since a body may not grow beyond what it leaves to others"`
 	DialTimeout             time.Duration `koanf:"dial-timeout" usage:"limit for connecting to a worker"`
 	ResponseHeaderTimeout   time.Duration `koanf:"response-header-timeout" usage:"limit for a worker to begin its answer, which without streaming it does when all is generated; 0 is off"`
 	StreamInactivityTimeout time.Duration `koanf:"stream-inactivity-timeout" dyn:"DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS" usage:"limit for a pause in a worker's answer; 0 is off"`
@@ -82,7 +83,7 @@ type Config struct {
 func DefaultConfig() Config {
 	return Config{
 		Host: "0.0.0.0", Port: 8000,
-		BodyLimitMB: 45, DialTimeout: 2 * time.Second, ClientWriteTimeout: time.Minute, ClientReadTimeout: time.Minute,
+		BodyLimitMB: 45, BodyMemoryMB: 512, DialTimeout: 2 * time.Second, ClientWriteTimeout: time.Minute, ClientReadTimeout: time.Minute,
 		DrainTimeout: 5 * time.Second, MigrationLimit: 1, InhibitedDuration: 5 * time.Second,
 		CanaryTimeout:      3 * time.Second,
 		CBFailureThreshold: 10, CBWindow: 2 * time.Minute, CBOpen: time.Minute, CBSuccessThreshold: 3,
@@ -104,6 +105,9 @@ func (c Config) Validate() error {
 	}
 	if c.BodyLimitMB < 1 || c.BodyLimitMB > 4096 {
 		fail("body-limit-mb", "%d is not within 1..4096", c.BodyLimitMB)
+	}
+	if most := 1 << 20; c.BodyMemoryMB < 2*c.BodyLimitMB || c.BodyMemoryMB > most {
+		fail("body-memory-mb", "%d is not within %d..%d: at least twice body-limit-mb (%d)", c.BodyMemoryMB, 2*c.BodyLimitMB, most, c.BodyLimitMB)
 	}
 	if c.MigrationLimit < 0 || c.MigrationLimit > 100 {
 		fail("migration-limit", "%d is not within 0..100", c.MigrationLimit)

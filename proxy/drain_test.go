@@ -106,10 +106,14 @@ func TestDrainCuts(t *testing.T) {
 	if got, err := stream.chunk(); got != hello || err != nil {
 		t.Fatalf("first event %q, %v", got, err)
 	}
+	head, part := f.dial(), chatBody[:len(chatBody)-1]
+	_, _ = io.WriteString(head, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
 	unary.post(strings.Replace(chatBody, `"m"`, `"silent"`, 1))
 	early.post(strings.Replace(streamBody, `"m"`, `"silent"`, 1))
-	_, _ = io.WriteString(upload, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{")
-	eventually(t, "all are there", func() bool { return len(silent.seen()) == 2 && len(s.seen()) == 1 })
+	_, _ = io.WriteString(upload, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 20000\r\n\r\n"+part)
+	eventually(t, "all are there", func() bool {
+		return len(silent.seen()) == 2 && len(s.seen()) == 1 && f.metric("spillway_body_memory_bytes") == number(4*4<<10+16<<10)
+	})
 	f.stop()
 	want := `data: {"error":{"message":"Service is not ready","type":"service_unavailable","code":503}}` + "\n\n" + done
 	if got, err := stream.chunk(); got != want || err != nil {
@@ -118,7 +122,7 @@ func TestDrainCuts(t *testing.T) {
 	if got, err := stream.chunk(); got != "" || err != nil {
 		t.Errorf("and ends with %q, %v, want well", got, err)
 	}
-	for name, c := range map[string]*raw{"a unary request": unary, "a stream without an event": early} {
+	for name, c := range map[string]*raw{"a unary request": unary, "a stream without an event": early, "an upload": upload, "an upload that has not begun": head} {
 		status, header := c.head()
 		body := make([]byte, len(draining))
 		_, err := io.ReadFull(c.br, body)

@@ -28,9 +28,12 @@ func (x *exchange) edited() ([]byte, error) {
 		at, with := x.scan.usageEdit()
 		edits = append(edits, edit{at, with})
 	}
-	if len(edits) > 0 {
+	if size := len(body) + 128; len(edits) > 0 {
+		if !x.memory.more(size) {
+			return nil, x.unread(x.noMemory())
+		}
 		slices.SortFunc(edits, func(a, b edit) int { return a.at.from - b.at.from })
-		out := make([]byte, 0, len(body)+128)
+		out := make([]byte, 0, size)
 		from := 0
 		for _, e := range edits {
 			out = append(append(out, body[from:e.at.from]...), e.with...)
@@ -39,6 +42,9 @@ func (x *exchange) edited() ([]byte, error) {
 		body = append(out, body[from:]...)
 	}
 	if x.s.cfg.StripNvext && x.scan.nvext != absent {
+		if !x.memory.more(len(body)) {
+			return nil, x.unread(x.noMemory())
+		}
 		return without(body, "nvext")
 	}
 	return body, nil

@@ -70,7 +70,7 @@ func members(t *testing.T, body []byte) map[string]string {
 
 // edited is an exchange whose body has been scanned and is to be edited.
 func edited(body []byte, s *scanned, model, usage, nvext bool) *exchange {
-	x := &exchange{s: &Server{cfg: Config{StripNvext: nvext}}, ep: &endpoints[0], body: body, scan: *s, addUsage: usage}
+	x := &exchange{s: &Server{cfg: Config{StripNvext: nvext}}, ep: &endpoints[0], body: body, scan: *s, addUsage: usage, memory: bodyMemory{budget: &budget{limit: 1 << 20}}}
 	x.askedModel = s.model.string()
 	x.target = router.Target{Served: x.askedModel}
 	if model {

@@ -77,6 +77,8 @@ func (s *Server) answer(w http.ResponseWriter, e *httperr.Error, d dialect) {
 			if s.cfg.SuppressSDKRetry {
 				h["X-Should-Retry"] = []string{"false"}
 			}
+		case e.Reason == httperr.BodyMemory:
+			s.retryAfter(h, e.RetryAfter)
 		case e.Reason == httperr.NoHealthyWorkers:
 			h["Retry-After"] = []string{seconds(max(e.RetryAfter, time.Second))}
 		case e.Reason == httperr.Draining:

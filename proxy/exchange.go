@@ -24,8 +24,10 @@ type exchange struct {
 	id    string
 	start time.Time
 
-	body       []byte // as the client sent it
-	pooled     *[]byte
+	body       []byte // as the client sent it, once it is whole
+	bytesIn    int    // of the body, whole or not
+	memory     bodyMemory
+	upload     upload
 	forward    []byte // as the worker gets it
 	scan       scanned
 	askedModel string
@@ -98,7 +100,7 @@ func (s *Server) infer(ep *endpoint) echo.HandlerFunc {
 
 // newExchange begins an exchange. Its ID is told in any case.
 func (s *Server) newExchange(ep *endpoint, c echo.Context) *exchange {
-	x := &exchange{s: s, ep: ep, req: c.Request(), w: c.Response(), start: time.Now()}
+	x := &exchange{s: s, ep: ep, req: c.Request(), w: c.Response(), start: time.Now(), memory: bodyMemory{budget: &s.bodies}}
 	x.id = requestID(x.req.Header)
 	id := []string{x.id}
 	x.w.Header()["X-Request-Id"] = id
@@ -122,7 +124,7 @@ func (x *exchange) stopped() bool { return errors.Is(context.Cause(x.req.Context
 func (x *exchange) end() {
 	x.release()
 	x.settle()
-	bodies.put(x.pooled)
+	x.memory.release()
 	if p := recover(); p != nil {
 		if p == http.ErrAbortHandler { //nolint:errorlint // net/http compares by identity too
 			x.account()

@@ -23,6 +23,7 @@ type families struct {
 	blockSize, migrationLimit                           family
 	workers, threshold, rejections, retries             family
 	stageRequests, stageTime, disconnected, leaks       family // of the process, from here on
+	bodyMemory, bodyLimit                               family
 	scheduling, routing, routerStarted, routerRequests  family
 	routerTTFT, routerITL, routerInput, routerOutput    family
 	kvActive, kvCapacity, kvRatio                       family // by worker and rank, from here on
@@ -125,6 +126,8 @@ func (f *families) nameProcess(prefix string) {
 	f.stageTime = f.histogram(prefix+"stage_duration_seconds", "Time that requests spend in a stage.", "stage")
 	f.disconnected = f.gauge(prefix+"disconnected_clients", "Clients that left before the end of their answer; only ever goes up.")
 	f.leaks = f.counter("spillway_slot_leaks_total", "Reservations whose request was gone; must stay 0.")
+	f.bodyMemory = f.gauge("spillway_body_memory_bytes", "Memory that request bodies in flight hold.")
+	f.bodyLimit = f.gauge("spillway_body_memory_limit_bytes", "Most that request bodies in flight may hold.")
 	const router, component = "dynamo_router_overhead_", "dynamo_component_router_"
 	f.scheduling = f.histogram(router+"scheduling_ms", "Time to choose a rank and book the request, or to find that there is none.", "router_id")
 	f.routing = f.histogram(router+"total_ms", "Time from a valid request to its booking, or to its refusal.", "router_id")

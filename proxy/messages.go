@@ -39,7 +39,7 @@ func (s *Server) countTokens(c echo.Context) error {
 	x := s.newExchange(&counting, c)
 	s.inflight.Add(1) // so that a drain lets it end
 	defer s.leave()
-	defer func() { bodies.put(x.pooled) }()
+	defer x.memory.release()
 	if !s.knows(x.req.Header) {
 		x.fail(unauthorized())
 		return nil
@@ -93,8 +93,8 @@ func (x *exchange) askCount(w *worker.Worker, attempt int) error {
 	x.attempts++
 	ctx, cancel := context.WithTimeout(x.req.Context(), countingTime)
 	defer cancel()
-	head := bodies.get(0)
-	defer bodies.put(head)
+	head := headPool.Get().(*[]byte)
+	defer putHead(head)
 	*head = x.appendHead((*head)[:0], attempt)
 	resp, err := x.peer.client.Do(ctx, &upstream.Request{Method: http.MethodPost, Path: x.ep.path, Head: *head, Body: x.forward})
 	if err != nil {

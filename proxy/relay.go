@@ -24,8 +24,8 @@ const maxUnary = 1 << 20 // bytes of a unary answer that are held back until it 
 // try sends the request to the selected worker and relays its answer. A *failure means that the
 // client has seen nothing yet.
 func (x *exchange) try(attempt int) error {
-	head := bodies.get(0)
-	defer bodies.put(head)
+	head := headPool.Get().(*[]byte)
+	defer putHead(head)
 	*head = x.appendHead((*head)[:0], attempt)
 	resp, err := x.peer.client.Do(x.req.Context(), &upstream.Request{
 		Method: http.MethodPost, Path: x.ep.path, Head: *head, Body: x.forward, HeadDeadline: x.headDeadline(),

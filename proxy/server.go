@@ -57,6 +57,8 @@ type Server struct {
 	inflight atomic.Int64  // inference requests whose answer is not written yet
 	drained  chan struct{} // told when inflight reaches 0 while draining
 
+	bodies  budget   // memory of request bodies
+	uploads uploads  // requests whose body is being read
 	slots   slots    // reservations of requests that are still there
 	peers   sync.Map // worker.ID -> *peer
 	freed   rates    // of reservations given back and of refusals, for Retry-After
@@ -87,7 +89,9 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 	}
 	s.metrics = newMetrics(reg, s)
 	s.models.made = s.metrics.newModel
+	s.bodies.limit = int64(cfg.BodyMemoryMB) << 20
 	s.slots.init()
+	s.uploads.init()
 	s.workers = directory{server: s, entries: map[worker.ID]*entry{}, watch: func(*worker.Worker, *busy.List) {}, forget: func(worker.ID) {}}
 	if err := s.routes(); err != nil {
 		return nil, err
@@ -136,6 +140,7 @@ func (s *Server) Run(ctx context.Context, ln, admin net.Listener) error {
 	}
 	s.enter(stopping)
 	cut(errStopping)
+	s.uploads.wake()
 	err := errors.Join(failed, shutDown(context.WithoutCancel(ctx), servers))
 	for ; running > 0; running-- {
 		<-served

@@ -112,6 +112,9 @@ func TestSIGTERMUnderLoad(t *testing.T) {
 		t.Errorf("exit code %d, want 0", code)
 	}
 	t.Logf("ended after %v, of which %v are delay and drain", time.Since(began).Round(time.Millisecond), delay+timeout)
+	if err := upload.is(503, "Service is not ready"); err != nil {
+		t.Errorf("an upload that outlasts the drain: %v", err)
+	}
 	end()
 	clients.Wait()
 	at := demo.stages()

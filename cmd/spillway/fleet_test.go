@@ -104,7 +104,7 @@ func (f *fleet) metrics(name string) map[string]string {
 // have the whole of its answer a moment before that.
 func (f *fleet) settled() {
 	f.t.Helper()
-	for _, name := range []string{"spillway_slots_inflight", "dynamo_queued_requests", "spillway_slot_leaks_total"} {
+	for _, name := range []string{"spillway_slots_inflight", "dynamo_queued_requests", "spillway_slot_leaks_total", "spillway_body_memory_bytes"} {
 		eventually(f.t, name+" is there and 0 for all", func() bool {
 			found := f.metrics(name)
 			for _, value := range found {
