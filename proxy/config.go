@@ -32,6 +32,7 @@ type Config struct {
 	RequestTimeout          time.Duration `koanf:"request-timeout" usage:"limit for a request as a whole; clients may ask for less by x-request-timeout-ms; 0 is off"`
 	ClientWriteTimeout      time.Duration `koanf:"client-write-timeout" usage:"limit for one write to a client that does not read"`
 	ClientReadTimeout       time.Duration `koanf:"client-read-timeout" usage:"limit for each 16 KiB of a request body to come from a client"`
+	ClientIdleTimeout       time.Duration `koanf:"client-idle-timeout" usage:"age at which a client's idle connection is closed; load balancers should close theirs before"`
 	DrainTimeout            time.Duration `koanf:"drain-timeout" dyn:"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS" usage:"how long running requests may take after SIGTERM"`
 	DrainDelay              time.Duration `koanf:"drain-delay" usage:"how long after SIGTERM requests are still admitted while /health and /ready say no"`
 	MigrationLimit          int           `koanf:"migration-limit" dyn:"DYN_MIGRATION_LIMIT" usage:"further workers to try before the first byte of an answer"`
@@ -84,7 +85,8 @@ func DefaultConfig() Config {
 	return Config{
 		Host: "0.0.0.0", Port: 8000,
 		BodyLimitMB: 45, BodyMemoryMB: 512, DialTimeout: 2 * time.Second, ClientWriteTimeout: time.Minute, ClientReadTimeout: time.Minute,
-		DrainTimeout: 5 * time.Second, MigrationLimit: 1, InhibitedDuration: 5 * time.Second,
+		ClientIdleTimeout: 11 * time.Minute, // some load balancers keep theirs for 10
+		DrainTimeout:      5 * time.Second, MigrationLimit: 1, InhibitedDuration: 5 * time.Second,
 		CanaryTimeout:      3 * time.Second,
 		CBFailureThreshold: 10, CBWindow: 2 * time.Minute, CBOpen: time.Minute, CBSuccessThreshold: 3,
 		CommitOn: "event", UnaryPrefill: "estimate", SlotMaxAge: 10 * time.Minute,
@@ -114,7 +116,7 @@ func (c Config) Validate() error {
 	}
 	for key, d := range map[string]time.Duration{
 		"dial-timeout": c.DialTimeout, "client-write-timeout": c.ClientWriteTimeout,
-		"client-read-timeout": c.ClientReadTimeout, "slot-max-age": c.SlotMaxAge,
+		"client-read-timeout": c.ClientReadTimeout, "client-idle-timeout": c.ClientIdleTimeout, "slot-max-age": c.SlotMaxAge,
 		"canary-timeout": c.CanaryTimeout, "cb-window": c.CBWindow, "cb-open": c.CBOpen,
 	} {
 		if d <= 0 {

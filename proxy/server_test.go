@@ -3,6 +3,7 @@ package proxy_test
 import (
 	"encoding/json"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"regexp"
@@ -245,5 +246,25 @@ func TestMetricsFromTheStart(t *testing.T) {
 		if !strings.Contains(g.body, series+" 0\n") {
 			t.Errorf("GET /metrics has no %s 0", series)
 		}
+	}
+}
+
+// TestIdleConnection checks that a client's connection is closed when it has been idle for long,
+// and not while it waits for an answer.
+func TestIdleConnection(t *testing.T) {
+	answered := make(chan struct{})
+	s := newScript(t, func(c *conn, _ received) {
+		<-answered
+		c.say(answer(200, jsonHeader, reply))
+	})
+	f := begin(t, setup{proxy: func(c *proxy.Config) { c.ClientIdleTimeout = short }}, served("w", s))
+	c := f.dial()
+	c.post(chatBody)
+	time.AfterFunc(2*short, func() { close(answered) })
+	if status, _ := c.head(); status != "HTTP/1.1 200 OK" {
+		t.Errorf("an answer that takes longer than an idle connection lives = %q, want 200", status)
+	}
+	if rest, err := io.ReadAll(c.br); string(rest) != reply || err != nil {
+		t.Errorf("and then %q, %v; want the answer and, later, a close", rest, err)
 	}
 }
