@@ -325,10 +325,11 @@ func (x *exchange) learn(u usage) {
 	}
 }
 
-// armWrite gives the client its time for the next write. Within a second of the last time there
-// is no need to do it again.
+// armWrite gives a client of HTTP/2, which may be slow without its connection being so, its time
+// for the next write. Within a second of the last time there is no need to do it again. For
+// HTTP/1.1 the connection does it by itself.
 func (x *exchange) armWrite(now time.Time) {
-	if now.Sub(x.armed) < time.Second {
+	if x.req.ProtoMajor < 2 || now.Sub(x.armed) < time.Second {
 		return
 	}
 	x.armed = now

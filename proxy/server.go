@@ -158,6 +158,7 @@ func (s *Server) start(requests context.Context, ln net.Listener, h http.Handler
 		BaseContext: func(net.Listener) context.Context { return requests },
 		ErrorLog:    slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 	}
+	ln = clientListener{ln, s.cfg.ClientWriteTimeout}
 	if s.tls == nil {
 		go func() { served <- srv.Serve(ln) }()
 		return srv
