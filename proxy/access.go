@@ -25,19 +25,22 @@ func (a *accessLog) record(x *exchange, now time.Time) {
 	if !a.log.Enabled(ctx, slog.LevelInfo) {
 		return
 	}
-	attrs := make([]slog.Attr, 0, 16)
-	attrs = append(attrs, slog.String("request_id", x.id), slog.String("endpoint", x.ep.label), slog.Int("status", x.out.status))
-	if e := x.out.failure; e != nil {
+	e, suppressed := x.out.failure, 0
+	sheds := e != nil && (e.Reason.Rejected() || e.Reason == httperr.Draining)
+	if sheds {
+		var ok bool
+		if suppressed, ok = a.allow(now); !ok {
+			return
+		}
+	}
+	attrs := append(x.attrs[:0], slog.String("request_id", x.id), slog.String("endpoint", x.ep.label), slog.Int("status", x.out.status))
+	if e != nil {
 		attrs = append(attrs, slog.String("error_type", string(e.Cause)))
 		if e.Reason != "" {
 			attrs = append(attrs, slog.String("reason", string(e.Reason)))
 		}
-		if e.Reason.Rejected() || e.Reason == httperr.Draining {
-			left, ok := a.allow(now)
-			if !ok {
-				return
-			}
-			attrs = append(attrs, slog.Int("suppressed", left))
+		if sheds {
+			attrs = append(attrs, slog.Int("suppressed", suppressed))
 		}
 		if e.Detail != nil {
 			attrs = append(attrs, slog.Any("err", e.Detail))
@@ -58,7 +61,11 @@ func (a *accessLog) record(x *exchange, now time.Time) {
 	}
 	attrs = append(attrs, slog.Uint64("output_tokens", x.out.tokens), slog.Int("bytes_in", x.bytesIn),
 		slog.Int64("bytes_out", x.out.written), slog.Int64("duration_ms", now.Sub(x.start).Milliseconds()))
-	a.log.LogAttrs(ctx, slog.LevelInfo, "request", attrs...)
+	// A nameless group is written as what is in it, and a record keeps it without a copy; the source
+	// line, which would be looked up too, is not logged.
+	r := slog.NewRecord(now, slog.LevelInfo, "request", 0)
+	r.AddAttrs(slog.Attr{Value: slog.GroupValue(attrs...)})
+	_ = a.log.Handler().Handle(ctx, r) // as slog.Logger takes it
 }
 
 // allow tells whether a refusal may be written now, and how many were not since the last one.

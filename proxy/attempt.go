@@ -63,8 +63,8 @@ func (x *exchange) admit(h hints) error {
 	if !x.scan.exactTokens() {
 		x.query.PromptTokens = x.model.correct(x.estimate)
 	}
-	if h.worker != nil {
-		id, err := x.s.pinned(*h.worker)
+	if h.worker != "" {
+		id, err := x.s.pinned(h.worker)
 		if err != nil {
 			return err
 		}
@@ -94,7 +94,7 @@ func (x *exchange) admit(h hints) error {
 		if first == nil {
 			first = last
 		}
-		if !last.retry || h.worker != nil || x.attempts > x.retries(last) || x.req.Context().Err() != nil {
+		if !last.retry || h.worker != "" || x.attempts > x.retries(last) || x.req.Context().Err() != nil {
 			return first
 		}
 		failedAt = time.Now()

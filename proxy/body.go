@@ -27,7 +27,10 @@ func (x *exchange) readBody() error {
 	x.s.uploads.add(&x.upload)
 	defer x.s.uploads.remove(&x.upload)
 	b := x.memory.begin(x.req.ContentLength)
-	src := http.MaxBytesReader(x.w.Writer, x.req.Body, limit)
+	src := x.req.Body
+	if x.req.ContentLength < 0 { // otherwise net/http sees to it that there are no more
+		src = http.MaxBytesReader(x.w.Writer, src, limit)
+	}
 	for due := 0; ; {
 		if len(b) == cap(b) {
 			if b != nil {
@@ -53,6 +56,7 @@ func (x *exchange) readBody() error {
 			if x.body = x.memory.whole(len(b)); x.body == nil {
 				return x.unread(x.noMemory())
 			}
+			_ = src.Close()             // net/http would look for a rest before it answers
 			return x.allow(time.Time{}) // the deadline would be taken for a lost client later
 		default:
 			return x.broken(err)

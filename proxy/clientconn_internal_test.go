@@ -108,7 +108,7 @@ func TestClientConnReadDeadline(t *testing.T) {
 func TestClientConnWriteTimeout(t *testing.T) {
 	server, client := clientPair(t, time.Second)
 	big := bytes.Repeat([]byte("x"), 16<<20) // more than sockets hold
-	for range 2 { // the first, which succeeds late, leaves no deadline to the next
+	for range 2 {                            // the first, which succeeds late, leaves no deadline to the next
 		done := make(chan error, 1)
 		go func() { _, err := io.CopyN(io.Discard, client, int64(len(big))); done <- err }()
 		if n, err := server.Write(big); n != len(big) || err != nil {

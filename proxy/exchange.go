@@ -3,14 +3,17 @@ package proxy
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"net/http"
 	"runtime/debug"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/labstack/echo/v4"
 
 	"spillway/httperr"
+	"spillway/proxy/upstream"
 	"spillway/router"
 )
 
@@ -57,6 +60,9 @@ type exchange struct {
 	routed   bool      // a rank has been asked for
 	counted  uint64    // tokens in the metrics
 	last     *lastSeen // of the present rank, from the first token on
+
+	resp  upstream.Response // of the present attempt
+	attrs [24]slog.Attr     // room for the access record
 }
 
 // outcome is what the access record tells.
@@ -74,33 +80,47 @@ type outcome struct {
 func (s *Server) infer(ep *endpoint) echo.HandlerFunc {
 	return func(c echo.Context) error {
 		x := s.newExchange(ep, c)
-		x.open()
-		if !s.knows(x.req.Header) {
-			x.fail(unauthorized())
-			x.account()
-			return nil
-		}
-		if !s.admitting() {
-			x.fail(notReady())
-			x.account()
-			return nil
-		}
-		defer s.leave()
-		defer x.end()
-		if err := x.serve(); err != nil {
-			began := x.w.Committed
-			x.fail(err)
-			if began { // nothing has told the client so: what it has must not end like a whole answer
-				panic(http.ErrAbortHandler)
-			}
-		}
+		x.handle()
+		*x = exchange{} // after a panic it is left to the garbage collector
+		exchanges.Put(x)
 		return nil
 	}
 }
 
+// handle serves the request. It panics with http.ErrAbortHandler where the answer cannot be whole.
+func (x *exchange) handle() {
+	s := x.s
+	x.open()
+	if !s.knows(x.req.Header) {
+		x.fail(unauthorized())
+		x.account()
+		return
+	}
+	if !s.admitting() {
+		x.fail(notReady())
+		x.account()
+		return
+	}
+	defer s.leave()
+	defer x.end()
+	if err := x.serve(); err != nil {
+		began := x.w.Committed
+		x.fail(err)
+		if began { // nothing has told the client so: what it has must not end like a whole answer
+			panic(http.ErrAbortHandler)
+		}
+	}
+}
+
+// exchanges are those that have ended, to be used again: they are a third of what a request would
+// leave to the garbage collector.
+var exchanges = sync.Pool{New: func() any { return new(exchange) }}
+
 // newExchange begins an exchange. Its ID is told in any case.
 func (s *Server) newExchange(ep *endpoint, c echo.Context) *exchange {
-	x := &exchange{s: s, ep: ep, req: c.Request(), w: c.Response(), start: time.Now(), memory: bodyMemory{budget: &s.bodies}}
+	x := exchanges.Get().(*exchange)
+	x.s, x.ep, x.req, x.w, x.start = s, ep, c.Request(), c.Response(), time.Now()
+	x.memory = bodyMemory{budget: &s.bodies}
 	x.id = requestID(x.req.Header)
 	id := []string{x.id}
 	x.w.Header()["X-Request-Id"] = id

@@ -1,6 +1,8 @@
 package proxy
 
 import (
+	"encoding/binary"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"strconv"
@@ -33,11 +35,11 @@ var dropped = set(
 // credentials are the headers in which clients say who they are.
 var credentials = [...]string{"Authorization", "X-Api-Key"}
 
-// keptBack are the response headers that are not passed on to the client, by lower-case name.
+// keptBack are the response headers that are not passed on to the client.
 var keptBack = set(
-	"connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization",
-	"te", "trailer", "transfer-encoding", "upgrade", "alt-svc", "server", "date", "content-length",
-	"x-request-id", "retry-after",
+	"Connection", "Keep-Alive", "Proxy-Connection", "Proxy-Authenticate", "Proxy-Authorization",
+	"Te", "Trailer", "Transfer-Encoding", "Upgrade", "Alt-Svc", "Server", "Date", "Content-Length",
+	"X-Request-Id", "Retry-After",
 )
 
 func set(names ...string) map[string]bool {
@@ -133,7 +135,18 @@ func requestID(h http.Header) string {
 			return u.String()
 		}
 	}
-	return uuid.NewString()
+	return newRequestID()
+}
+
+// newRequestID makes a UUID of version 4. It need not be a secret, so the runtime's own random
+// numbers, which cost no system call, will do.
+func newRequestID() string {
+	var u uuid.UUID
+	binary.LittleEndian.PutUint64(u[:8], rand.Uint64())
+	binary.LittleEndian.PutUint64(u[8:], rand.Uint64())
+	u[6] = u[6]&0x0f | 0x40 // version 4
+	u[8] = u[8]&0x3f | 0x80 // variant of RFC 9562
+	return u.String()
 }
 
 func first(h http.Header, canonical string) string {
@@ -195,7 +208,7 @@ func (x *exchange) checkMetadata() *httperr.Error {
 
 // hints are what a client asks of routing.
 type hints struct {
-	worker *string // instance ID or name
+	worker string // instance ID or name, "" if any will do
 	dp     *uint32
 	tenant string
 }
@@ -207,8 +220,8 @@ func readHints(h http.Header, disabled bool) hints {
 	if disabled {
 		return t
 	}
-	if v, ok := either(h, "X-Dynamo-Worker-Instance-Id", "X-Worker-Instance-Id"); ok && v != "" {
-		t.worker = &v
+	if v, ok := either(h, "X-Dynamo-Worker-Instance-Id", "X-Worker-Instance-Id"); ok {
+		t.worker = v
 	}
 	if v, ok := either(h, "X-Dynamo-Dp-Rank", "X-Dp-Rank", "X-Data-Parallel-Rank"); ok {
 		if n, err := strconv.ParseUint(strings.TrimSpace(v), 10, 32); err == nil && n != 1<<32-1 {

@@ -219,8 +219,8 @@ func TestReadHints(t *testing.T) {
 
 func spell(h hints) string {
 	worker, dp := "-", "-"
-	if h.worker != nil {
-		worker = *h.worker
+	if h.worker != "" {
+		worker = h.worker
 	}
 	if h.dp != nil {
 		dp = fmt.Sprint(*h.dp)

@@ -27,9 +27,10 @@ func (x *exchange) try(attempt int) error {
 	head := headPool.Get().(*[]byte)
 	defer putHead(head)
 	*head = x.appendHead((*head)[:0], attempt)
-	resp, err := x.peer.client.Do(x.req.Context(), &upstream.Request{
+	resp := &x.resp
+	err := x.peer.client.DoInto(x.req.Context(), &upstream.Request{
 		Method: http.MethodPost, Path: x.ep.path, Head: *head, Body: x.forward, HeadDeadline: x.headDeadline(),
-	})
+	}, resp)
 	if err != nil {
 		return x.lost(err, x.scan.stream == yes)
 	}
@@ -193,12 +194,19 @@ func tellsOfLoad(body []byte) bool {
 func (x *exchange) copyHeaders(resp *upstream.Response) {
 	h := x.w.Header()
 	named := resp.Header("Connection")
+	values := make([]string, 0, 8) // of all lines, one by one
 	for name, value := range resp.Headers() {
-		if keptBack[strings.ToLower(name)] || named != "" && listed([]string{named}, name) {
+		name = textproto.CanonicalMIMEHeaderKey(name)
+		if keptBack[name] || named != "" && listed([]string{named}, name) {
 			continue
 		}
-		name = textproto.CanonicalMIMEHeaderKey(name)
-		h[name] = append(h[name], value)
+		if more := h[name]; more != nil {
+			h[name] = append(more, value)
+			continue
+		}
+		n := len(values)
+		values = append(values, value)
+		h[name] = values[n : n+1 : n+1]
 	}
 	x.workerHeaders(h)
 }

@@ -120,11 +120,21 @@ func New(endpoint *url.URL, cfg Config) (*Client, error) {
 // Errors: ErrRequest, ErrDial, ErrReset, ErrHeader, ErrFraming, the context's, or
 // os.ErrDeadlineExceeded when req.HeadDeadline passed. After an error nothing is left open.
 func (c *Client) Do(ctx context.Context, req *Request) (*Response, error) {
-	if err := req.check(); err != nil {
+	resp := new(Response)
+	if err := c.DoInto(ctx, req, resp); err != nil {
 		return nil, err
 	}
+	return resp, nil
+}
+
+// DoInto is Do with the caller's memory for the response: a new one, or one that is closed. After an
+// error resp is as good as new.
+func (c *Client) DoInto(ctx context.Context, req *Request, resp *Response) error {
+	if err := req.check(); err != nil {
+		return err
+	}
 	if ctx.Err() != nil {
-		return nil, ended(ctx)
+		return ended(ctx)
 	}
 	cn := c.take()
 	reused := cn != nil
@@ -132,16 +142,13 @@ func (c *Client) Do(ctx context.Context, req *Request) (*Response, error) {
 		if cn == nil {
 			var err error
 			if cn, err = c.dial(ctx, req.HeadDeadline); err != nil {
-				return nil, err
+				return err
 			}
 		}
-		resp := &Response{conn: cn, ctx: ctx, reused: reused}
+		*resp = Response{conn: cn, ctx: ctx, reused: reused}
 		err := resp.exchange(req)
-		if err == nil {
-			return resp, nil
-		}
-		if !reused || !resp.lost {
-			return nil, err
+		if err == nil || !reused || !resp.lost {
+			return err
 		}
 		cn, reused = nil, false
 	}
