@@ -186,9 +186,6 @@ func TestPrometheusSeesAnOverload(t *testing.T) {
 		"--leave-after", "500ms", "--duration", "10m") // until the test ends
 
 	const alert = "HighRequestRejectionRate"
-	if state := p.state(alert); state == "firing" {
-		t.Errorf("%s fires before its time", alert)
-	}
 	eventually(t, alert+" is pending", func() bool { return p.state(alert) == "pending" })
 	queries := append(readDashboard(t).queries("10s", "1m"), p.alertQueries()...)
 	for _, q := range queries {
