@@ -176,7 +176,10 @@ func (f *front) unsettled() (left []string) {
 	})
 	for line := range strings.Lines(f.metrics()) {
 		line = strings.TrimSpace(line)
-		for _, name := range []string{"dynamo_queued_requests", "spillway_slots_inflight", "spillway_slot_leaks_total", "spillway_body_memory_bytes"} {
+		for _, name := range []string{
+			"dynamo_queued_requests", "dynamo_frontend_active_requests", "dynamo_frontend_stage_requests",
+			"spillway_slots_inflight", "spillway_slot_leaks_total", "spillway_body_memory_bytes",
+		} {
 			if strings.HasPrefix(line, name) && !strings.HasSuffix(line, " 0") {
 				left = append(left, line)
 			}

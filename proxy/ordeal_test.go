@@ -231,6 +231,12 @@ func (o *ordeal) recorded(t *testing.T) {
 		series[fmt.Sprintf(`spillway_worker_inhibited{worker="good%d"}`, id)] = "0"
 		series[fmt.Sprintf(`spillway_circuit_state{worker="good%d"}`, id)] = "0"
 	}
+	cause, status := o.cause(), "error"
+	if cause == "" || o.retried() {
+		cause, status = "", "success"
+	}
+	series[fmt.Sprintf(`dynamo_frontend_requests_total{endpoint="chat_completions",error_type=%q,model="m",request_type=%q,status=%q}`, cause, o.mode, status)] = "1"
+	eventually(t, "the request is logged", func() bool { return strings.Contains(o.log.String(), "msg=request ") })
 	page := map[string]string{}
 	for line := range strings.Lines(o.f.metrics()) {
 		if i := strings.LastIndexByte(line, ' '); i > 0 {
@@ -242,14 +248,13 @@ func (o *ordeal) recorded(t *testing.T) {
 			t.Errorf("%s = %s, want %s", name, got, want)
 		}
 	}
-	eventually(t, "the request is logged", func() bool { return strings.Contains(o.log.String(), "msg=request ") })
 	record := o.log.String()
 	record = record[strings.Index(record, "msg=request "):]
 	want := []string{fmt.Sprintf(" status=%d ", o.status), " worker=bad ", " attempts=1 "}
 	if o.retried() {
 		want = []string{" status=200 ", " worker=good2 ", " attempts=2 "}
 	}
-	if cause := o.cause(); cause != "" && !o.retried() {
+	if cause != "" {
 		want = append(want, " error_type="+cause+" ")
 	} else if strings.Contains(record, "error_type=") {
 		t.Errorf("a success is logged as %s", record)
