@@ -92,6 +92,38 @@ func TestCircuit(t *testing.T) {
 	expect("closed again", 200, reply)
 }
 
+// TestCircuitTriedByStream checks that a try has said enough when its stream shows a token: the rest
+// may take minutes, in which a worker that has recovered must not be left with one request.
+func TestCircuitTriedByStream(t *testing.T) {
+	var asked atomic.Int32
+	s, next := pausing(t)
+	stream := s.answer
+	s.answer = func(c *conn, r received) {
+		switch asked.Add(1) {
+		case 1:
+			c.say(answer(500, "", ""))
+		case 2:
+			stream(c, r)
+		default:
+			c.say(answer(200, jsonHeader, reply))
+		}
+	}
+	f := begin(t, setup{proxy: breaking(1, 50*time.Millisecond)}, served("w", s))
+	f.chat(chatBody).is(t, "a failure", 500, failed500)
+	eventually(t, "the circuit is half-open", func() bool { return f.circuit("w") == "2" })
+	try := f.dial()
+	try.post(streamBody)
+	try.head()
+	if got, err := try.chunk(); got != hello || err != nil {
+		t.Fatalf("first event %q, %v", got, err)
+	}
+	f.chat(chatBody).is(t, "while the stream goes on", 200, reply)
+	next <- struct{}{}
+	if got, err := try.chunk(); got != ended+done || err != nil {
+		t.Errorf("the stream goes on with %q, %v, want its end", got, err)
+	}
+}
+
 // TestCircuitElsewhere checks that requests pass over a worker whose circuit is open, and that
 // a half-open one gets its try while another worker serves.
 func TestCircuitElsewhere(t *testing.T) {

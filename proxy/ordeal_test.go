@@ -9,7 +9,6 @@ import (
 	"runtime/pprof"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -101,7 +100,7 @@ func (o *ordeal) ask(t *testing.T) got {
 		return o.f.chat(o.body)
 	}
 	if o.stopped == beforehand {
-		o.process.signal(syscall.SIGSTOP)
+		o.process.stop()
 		return o.f.chat(o.body)
 	}
 	body := strings.Replace(o.body, `"messages"`, `"max_tokens":50000,"ignore_eos":true,"messages"`, 1)
@@ -125,7 +124,7 @@ func (o *ordeal) ask(t *testing.T) got {
 	} else {
 		o.process.stats(`"running":1`)
 	}
-	o.process.signal(syscall.SIGSTOP)
+	o.process.stop()
 	g := <-answered
 	if said, ok := strings.CutSuffix(g.body, o.outcome.body); ok && o.mode == "stream" {
 		if !strings.HasPrefix(said, `data: {"id":`) || strings.Contains(said, "error") {
@@ -293,7 +292,7 @@ func (o *ordeal) over(t *testing.T, running int) {
 	}
 	if o.process != nil {
 		eventually(t, "the process's connection is closed", func() bool { return o.process.connected() == 0 })
-		o.process.signal(syscall.SIGCONT)
+		o.process.resume()
 		o.process.stats(`"running":0`, `"waiting":0`)
 		if o.stopped == midway {
 			o.process.stats(`"aborted_requests":1`, `"finished_requests":0`)

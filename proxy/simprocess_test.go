@@ -93,7 +93,28 @@ func newSimProcess(t *testing.T) *simProcess {
 
 func (p *simProcess) url() string { return "http://" + p.addr }
 
-// signal stops the process or lets it go on.
+// stop halts the process until resume. When it returns, no thread of the process runs any more.
+func (p *simProcess) stop() {
+	p.t.Helper()
+	p.signal(syscall.SIGSTOP)
+	var status syscall.WaitStatus
+	for {
+		_, err := syscall.Wait4(p.cmd.Process.Pid, &status, syscall.WUNTRACED, nil)
+		switch {
+		case err == syscall.EINTR: //nolint:errorlint // system calls return it as it is
+		case err != nil || !status.Stopped():
+			p.t.Fatalf("the process has not stopped: %#x, %v", status, err)
+		default:
+			return
+		}
+	}
+}
+
+func (p *simProcess) resume() {
+	p.t.Helper()
+	p.signal(syscall.SIGCONT)
+}
+
 func (p *simProcess) signal(s syscall.Signal) {
 	p.t.Helper()
 	if err := p.cmd.Process.Signal(s); err != nil {
