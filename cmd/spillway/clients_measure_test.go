@@ -35,9 +35,8 @@ const (
 // would have machines of their own, and what they burn here is not the front end's to answer for.
 // The floods show how much that is: each is sent a second time, to a server that reads and forgets.
 //
-// On a machine with other work to do, nice -n -20 keeps that from the figures. Real-time priorities
-// do not: the kernel stops such processes for 50 ms in a second that they fill, and lets each of
-// them run for 100 ms while its equals wait.
+// On a machine with other work to do, "nice -n -20 chrt -r 10" before the test keeps most of that from
+// the figures.
 func TestClientsCost(t *testing.T) {
 	if !*clientsMeasure {
 		t.Skip("measures times; -clients.measure runs it")
