@@ -88,16 +88,13 @@ func TestEditedBodyMemory(t *testing.T) {
 	if g := f.chat(padded("m", "", 1<<20)); g.status != 200 {
 		t.Errorf("the largest body = %d %s, want 200", g.status, g.body)
 	}
-	full := flat(503, "service_unavailable", noMemory)
-	for name, body := range map[string]string{
-		"renamed": padded("a", "", 1<<20), "without nvext": padded("m", `"nvext":{},`, 1<<20),
-	} { // parts and whole fit, a copy beside a body that is held does not
-		held := uploading(f, 300<<10)
-		eventually(t, "it is held", func() bool { return f.metric(bodyMemory) == number(5*64<<10) })
-		f.chat(body).is(t, name, 503, full, "X-Spillway-Reason: body-memory", "Connection: close")
-		_ = held.Close()
-		eventually(t, "all is given back", func() bool { return f.metric(bodyMemory) == "0" })
+	// Once is what came, once what is renamed, once what is left of that: two of these fit.
+	f.chat(padded("a", `"nvext":{},`, 700<<10)).is(t, "edited twice", 503, flat(503, "service_unavailable", noMemory),
+		"X-Spillway-Reason: body-memory", "Connection: close")
+	if g := f.chat(padded("a", "", 700<<10)); g.status != 200 {
+		t.Errorf("edited once = %d %s, want 200", g.status, g.body)
 	}
+	eventually(t, "all is given back", func() bool { return f.metric(bodyMemory) == "0" })
 }
 
 // TestUploadsOfAllKinds sends bodies of random sizes in both framings at once, some of which end
