@@ -36,7 +36,7 @@ type room struct {
 // rooms lists all packages, planned ones included.
 var rooms = map[string]room{
 	"":             {top, nil},
-	"cmd/spillway": {top, []string{"buckets", "configs", "proxy", "selectservice", "tracker/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
+	"cmd/spillway": {top, []string{"buckets", "logline", "configs", "proxy", "selectservice", "tracker/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
 	"configs":      {top, []string{"proxy", "selectservice", "tracker/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
 
 	"proxy":           {shell, []string{"httperr", "buckets", "proxy/upstream"}},
@@ -48,6 +48,7 @@ var rooms = map[string]room{
 	"replica":         {shell, []string{"wire", "tracker"}},
 	"tokenize":        {shell, nil},
 	"httperr":         {shell, []string{"router"}},
+	"logline":         {shell, nil},
 	"sim":             {shell, []string{"wire", "sim/engine"}},
 	"replay":          {shell, []string{"wire"}},
 

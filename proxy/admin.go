@@ -22,7 +22,7 @@ func refuse(c echo.Context, e *adminError) error {
 
 // operate adds the routes of those who run the server.
 func (s *Server) operate(t *routeTable) {
-	t.add(http.MethodGet, s.cfg.MetricsPath, s.exposition())
+	t.add(http.MethodGet, s.cfg.MetricsPath, s.quiet(s.exposition()))
 	if s.cfg.DisableAdminAPI {
 		return
 	}

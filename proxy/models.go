@@ -23,6 +23,8 @@ type model struct {
 	name    string
 	metrics *modelMetrics
 	error   mean // of counted over estimated prompt tokens, within 0.25 to 4
+
+	refusals refusals // as far as they are logged
 }
 
 // models are the models that have been asked for, by canonical name: as many as the catalog has

@@ -248,7 +248,11 @@ func (o *ordeal) recorded(t *testing.T) {
 		}
 	}
 	record := o.log.String()
-	record = record[strings.Index(record, "msg=request "):]
+	if n := strings.Count(record, "msg=request "); n != 1 {
+		t.Errorf("logged %s, want one record, not %d", record, n)
+	}
+	record, _, _ = strings.Cut(record[strings.Index(record, "msg=request "):], "\n")
+	record += " "
 	want := []string{fmt.Sprintf(" status=%d ", o.status), " worker=bad ", " attempts=1 "}
 	if o.retried() {
 		want = []string{" status=200 ", " worker=good2 ", " attempts=2 "}

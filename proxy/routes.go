@@ -47,11 +47,11 @@ func (s *Server) routes() error {
 	for i, path := range paths {
 		t.add(http.MethodPost, path, s.infer(&endpoints[i]))
 	}
-	t.add(http.MethodGet, s.cfg.ModelsPath, s.keyed(s.listModels))
-	t.add(http.MethodGet, s.cfg.ModelsPath+"/*", s.keyed(s.showModel))
-	t.add(http.MethodGet, s.cfg.HealthPath, s.health)
-	t.add(http.MethodGet, s.cfg.LivePath, s.live)
-	t.add(http.MethodGet, "/ready", s.readiness)
+	t.add(http.MethodGet, s.cfg.ModelsPath, s.quiet(s.keyed(s.listModels)))
+	t.add(http.MethodGet, s.cfg.ModelsPath+"/*", s.quiet(s.keyed(s.showModel)))
+	t.add(http.MethodGet, s.cfg.HealthPath, s.quiet(s.health))
+	t.add(http.MethodGet, s.cfg.LivePath, s.quiet(s.live))
+	t.add(http.MethodGet, "/ready", s.quiet(s.readiness))
 	t.add(http.MethodGet, "/docs", s.docs)
 	s.public = t.echo
 	if s.cfg.AdminAddr == "" {

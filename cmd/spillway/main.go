@@ -17,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"spillway/configs"
+	"spillway/logline"
 )
 
 // The exit codes.
@@ -130,13 +131,8 @@ func newLogger(w io.Writer, cfg configs.Log) (log *slog.Logger, flush func()) {
 	if err != nil {
 		panic("spillway: settings that were not validated: " + err.Error())
 	}
-	options := &slog.HandlerOptions{Level: level}
 	out := &lateWriter{w: w}
-	var lines slog.Handler = slog.NewTextHandler(out, options)
-	if cfg.LogFormat == "json" {
-		lines = slog.NewJSONHandler(out, options)
-	}
-	return slog.New(promptHandler{lines, out}), out.flush
+	return slog.New(promptHandler{logline.New(out, level, cfg.LogFormat == "json"), out}), out.flush
 }
 
 // untilSignal returns a context that ends with the first SIGINT or SIGTERM; a second one ends
