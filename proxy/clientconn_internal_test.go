@@ -22,6 +22,9 @@ func clientPair(t *testing.T, writeTimeout time.Duration) (server net.Conn, clie
 	if err != nil {
 		t.Fatal(err)
 	}
+	if err := nc.(*net.TCPConn).SetReadBuffer(64 << 10); err != nil { // or it would grow to hold any test's bytes
+		t.Fatal(err)
+	}
 	server, err = clientListener{ln, writeTimeout}.Accept()
 	if err != nil {
 		t.Fatal(err)

@@ -25,12 +25,12 @@ const maxUnary = 1 << 20 // bytes of a unary answer that are held back until it 
 // client has seen nothing yet.
 func (x *exchange) try(attempt int) error {
 	head := headPool.Get().(*[]byte)
-	defer putHead(head)
 	*head = x.appendHead((*head)[:0], attempt)
 	resp := &x.resp
 	err := x.peer.client.DoInto(x.req.Context(), &upstream.Request{
 		Method: http.MethodPost, Path: x.ep.path, Head: *head, Body: x.forward, HeadDeadline: x.headDeadline(),
 	}, resp)
+	putHead(head) // not at the end: an answer may take minutes
 	if err != nil {
 		return x.lost(err, x.scan.stream == yes)
 	}

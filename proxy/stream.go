@@ -255,6 +255,10 @@ func (st *stream) commit() {
 	x.out.status = st.resp.Status
 	x.w.WriteHeader(st.resp.Status)
 	st.committed = true
+	if st.resp.Sent() { // nobody will need the body any more, and the answer may take minutes
+		x.body, x.forward = nil, nil
+		x.memory.release()
+	}
 }
 
 var (

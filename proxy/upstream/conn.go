@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"syscall"
 	"time"
 
@@ -32,6 +33,9 @@ type conn struct {
 	abort  func()                // closes sock; run by context.AfterFunc
 	writev func(fd uintptr) bool // one non-blocking write of out
 	probe  func(fd uintptr) bool // one non-blocking read of a byte
+	readin func(fd uintptr) bool // one non-blocking read into in; nil with TLS
+	in     *input
+	inErr  error
 	out    [2][]byte
 	wrote  int
 	outErr error
@@ -67,6 +71,9 @@ func (c *Client) dial(ctx context.Context, until time.Time) (*conn, error) {
 	cn.abort = func() { _ = cn.sock.Close() }
 	cn.writev = cn.writeOnce
 	cn.probe = cn.readOnce
+	if c.tls == nil {
+		cn.readin = cn.fillOnce
+	}
 	return cn, nil
 }
 
@@ -113,6 +120,43 @@ func (cn *conn) readOnce(fd uintptr) bool {
 	_, err := syscall.Read(int(fd), b[:])
 	cn.silent = err == syscall.EAGAIN
 	return true
+}
+
+// fill reads once into in, making room first. What was handed out before is overwritten. While
+// there is nothing to read, in holds no buffer, but with TLS.
+func (cn *conn) fill(in *input) error {
+	if cn.readin == nil {
+		return in.fill(cn.nc)
+	}
+	cn.in, cn.inErr = in, nil
+	err := cn.raw.Read(cn.readin)
+	cn.in = nil
+	if err == nil {
+		err = cn.inErr
+	}
+	return err
+}
+
+func (cn *conn) fillOnce(fd uintptr) bool {
+	in := cn.in
+	in.makeRoom()
+	for {
+		n, err := syscall.Read(int(fd), in.buf[in.w:])
+		switch {
+		case err == syscall.EINTR:
+			continue
+		case err == syscall.EAGAIN:
+			in.idle()
+			return false
+		case err != nil:
+			cn.inErr = os.NewSyscallError("read", err)
+		case n == 0:
+			cn.inErr = io.EOF
+		default:
+			in.w += n
+		}
+		return true
+	}
 }
 
 // send writes head and body. What does not fit into the socket at once is written by a

@@ -66,6 +66,13 @@ func (in *input) recycle() {
 	}
 }
 
+// idle gives the buffer back if there is nothing in it: a stream waits most of its time.
+func (in *input) idle() {
+	if in.r == in.w && in.pooled != nil {
+		in.release()
+	}
+}
+
 // release gives the buffer back.
 func (in *input) release() {
 	in.recycle()

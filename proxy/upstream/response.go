@@ -66,6 +66,10 @@ func (r *Response) Reused() bool { return r.reused }
 // Complete reports whether the whole body has been received, though perhaps not yet read.
 func (r *Response) Complete() bool { return r.err == io.EOF }
 
+// Sent reports whether the whole request was written before its answer came. If not, its body may
+// still be in use until Close.
+func (r *Response) Sent() bool { return r.sending == nil }
+
 // SetReadDeadline sets the time after which Read and Next fail with os.ErrDeadlineExceeded;
 // zero is never. After such a failure another deadline lets reading go on where it was.
 func (r *Response) SetReadDeadline(t time.Time) error {
@@ -146,7 +150,7 @@ func (r *Response) advance() {
 		if len(r.pending) > 0 || r.err != nil {
 			return
 		}
-		if err := r.in.fill(r.conn.nc); err != nil {
+		if err := r.conn.fill(&r.in); err != nil {
 			r.err = r.bodyError(err)
 		}
 	}
@@ -268,7 +272,7 @@ func (r *Response) headText() (string, error) {
 			return "", fmt.Errorf("upstream: %w: begins with %.32q", ErrHeader, unread)
 		}
 		seen = max(0, len(unread)-len(headEnd)+1)
-		if err := r.in.fill(r.conn.nc); err != nil {
+		if err := r.conn.fill(&r.in); err != nil {
 			return "", r.headError(err)
 		}
 		r.received = true
