@@ -1,7 +1,7 @@
 # Spillway. `make run` tries it, `make test` is what CI runs; see CONTRIBUTING.md for the rest.
 # Needs Go 1.26, gcc, git and make; setup installs what else is missing.
 
-.PHONY: run build test check lint bench setup setup-test clean
+.PHONY: run build test check lint bench bench-proxy setup setup-test clean
 
 run: build ## build, then simulated workers and the front end in one process, on port 8000
 	bin/spillway demo
@@ -21,6 +21,9 @@ lint: check
 
 bench: setup ## every benchmark once, with allocations
 	go test -run '^$$' -bench . -benchmem ./...
+
+bench-proxy: setup ## CPU time of a request through spillway, beside a bare httputil.ReverseProxy
+	go test -v -count=1 -run '^TestBenchProxy$$' ./cmd/spillway -bench-proxy
 
 # setup installs libzmq and pkg-config, which receiving events needs. It does nothing where both
 # are there.

@@ -25,6 +25,9 @@ func TestMain(m *testing.M) {
 	if order := os.Getenv(asGuests); order != "" {
 		beGuests(order)
 	}
+	if worker := os.Getenv(asBare); worker != "" {
+		beBare(worker)
+	}
 	os.Exit(m.Run())
 }
 
