@@ -188,7 +188,10 @@ func (x *exchange) release() {
 		x.peer.proved.Store(now.UnixNano())
 	}
 	x.slot.part.Free(x.slot.id, now)
-	x.s.freed.free(now)
+	if x.s.autoRetry {
+		x.peer.freed.free(now)
+		x.model.freed.free(now)
+	}
 }
 
 // prefillDone notes that the worker has computed the prompt.

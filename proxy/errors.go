@@ -100,16 +100,18 @@ func seconds(d time.Duration) string {
 	return strconv.FormatInt(int64((d+time.Second-1)/time.Second), 10)
 }
 
-// retryAfter says when to come back: what a worker asked for, else what is configured.
+// retryAfter says when to come back: what a worker asked for or auto came to, else what is
+// configured.
 func (s *Server) retryAfter(h http.Header, asked time.Duration) {
 	switch {
 	case asked > 0:
 		h["Retry-After"] = []string{seconds(asked)}
+		if s.autoRetry {
+			h["Retry-After-Ms"] = []string{strconv.FormatInt(asked.Milliseconds(), 10)}
+		}
 	case s.cfg.RetryAfter == "0":
-	case s.cfg.RetryAfter == "auto":
-		wait := s.freed.wait(time.Now())
-		h["Retry-After"] = []string{seconds(wait)}
-		h["Retry-After-Ms"] = []string{strconv.FormatInt(wait.Milliseconds(), 10)}
+	case s.autoRetry: // it is not known when there will be room
+		h["Retry-After"] = []string{seconds(minWait * time.Second)}
 	default:
 		h["Retry-After"] = s.retryValue
 	}

@@ -250,14 +250,30 @@ func (x *exchange) fail(err error) {
 	case e.Reason == "":
 	case x.counts != nil:
 		x.counts.refused(x.ep.index, e.Reason)
-		if e.Reason.Rejected() {
-			x.s.freed.shed(time.Now())
+		if e.Reason.Rejected() && x.s.autoRetry {
+			now := time.Now()
+			r := x.roomOf(e.Reason)
+			r.shed(now)
+			if e.RetryAfter == 0 {
+				e.RetryAfter = r.wait(now)
+			}
 		}
 	}
 	if x.attempts > 0 {
 		x.workerHeaders(x.w.Header())
 	}
 	x.s.answer(x.w, e, x.ep.dialect)
+}
+
+// roomOf counts the room in what refused the request: the worker it was pinned to, or the model.
+func (x *exchange) roomOf(reason httperr.Reason) *rates {
+	if reason != httperr.OverloadedPinned || x.query.Worker == nil {
+		return &x.model.freed
+	}
+	if p, ok := x.s.peers.Load(*x.query.Worker); ok {
+		return &p.(*peer).freed
+	}
+	return new(rates) // it has not served us yet
 }
 
 // checkHead judges what can be judged before the body is read.

@@ -23,6 +23,7 @@ type model struct {
 	name    string
 	metrics *modelMetrics
 	error   mean // of counted over estimated prompt tokens, within 0.25 to 4
+	freed   rates
 
 	refusals refusals // as far as they are logged
 }

@@ -177,13 +177,43 @@ func TestOverloadSettings(t *testing.T) {
 			}
 		})
 	}
-	auto := begin(t, setup{busy: decodeLimit(), proxy: func(c *proxy.Config) { c.RetryAfter = "auto" }}, served("w", s))
-	auto.report(worker.DefaultID("w"), 90)
-	g := auto.chat(chatBody)
-	var seconds, ms int
-	if _, err := fmt.Sscan(g.header.Get("Retry-After")+" "+g.header.Get("Retry-After-Ms"), &seconds, &ms); err != nil ||
-		seconds < 1 || seconds > 30 || ms < 1000 || ms > 30000 {
-		t.Errorf("auto: Retry-After %q, Retry-After-Ms %q, want 1 to 30 seconds", g.header.Get("Retry-After"), g.header.Get("Retry-After-Ms"))
+}
+
+// TestRetryAfterAuto: when to come back goes by the room that the refusing model or worker has
+// freed, whatever others do.
+func TestRetryAfterAuto(t *testing.T) {
+	s := newScript(t, saying(answer(200, jsonHeader, reply)))
+	quick, idle, stuck := served("quick", s), served("idle", s), served("stuck", s, "still")
+	f := begin(t, setup{busy: decodeLimit(), proxy: func(c *proxy.Config) { c.RetryAfter = "auto" }}, quick, idle, stuck)
+	f.report(idle.ID, 90)
+	for range 5 {
+		f.chat(chatBody).is(t, "before", 200, reply, "X-Spillway-Worker: quick")
+	}
+	f.report(quick.ID, 90)
+	now := time.Now()
+	f.partition("still").Busy.Observe(busy.Sample{
+		Rank: worker.Rank{Worker: stuck.ID}, TakenAt: now, KVUsedBlocks: new(uint64(90)), KVTotalBlocks: new(uint64(100)),
+	}, now)
+	for _, tt := range []struct {
+		name, model, pin string
+		least, most      int // ms
+	}{
+		{"a model that frees room", "m", "", 1000, 1250},
+		{"a worker that frees room", "m", "quick", 1000, 1250},
+		{"a worker of it that frees none", "m", "idle", 24000, 30000},
+		{"another model, which frees none", "still", "", 24000, 30000},
+	} {
+		var pin []string
+		if tt.pin != "" {
+			pin = []string{"X-Worker-Instance-Id: " + tt.pin}
+		}
+		g := f.chat(strings.Replace(chatBody, `"m"`, `"`+tt.model+`"`, 1), pin...)
+		var seconds, ms int
+		if _, err := fmt.Sscan(g.header.Get("Retry-After")+" "+g.header.Get("Retry-After-Ms"), &seconds, &ms); err != nil || g.status != 503 ||
+			ms < tt.least || ms > tt.most || seconds != (ms+999)/1000 {
+			t.Errorf("%s: %d, Retry-After %q, Retry-After-Ms %q, want 503 and %d to %d ms", tt.name,
+				g.status, g.header.Get("Retry-After"), g.header.Get("Retry-After-Ms"), tt.least, tt.most)
+		}
 	}
 }
 

@@ -20,6 +20,7 @@ type peer struct {
 	host     string
 	name     []string // value of X-Spillway-Worker, ready for a header map
 	rate     rate
+	freed    rates
 	circuit  *circuit
 	proved   atomic.Int64                    // Unix time in ns of the last success or canary; at first when the peer was made
 	canary   atomic.Bool                     // one is out

@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// rates counts, second by second over the last minute, the reservations that were given back and
-// the requests that were refused.
+// rates counts, second by second over the last minute, the reservations that were given back by a
+// model or a worker and the requests that were refused for it, while retry-after is auto.
 type rates struct {
 	mu     sync.Mutex
 	second [60]struct {

@@ -50,6 +50,7 @@ type Server struct {
 	overloadBody [anthropic + 1][]byte // of the documented refusal, by dialect
 	trackOutput  bool                  // generated tokens are booked as KV blocks
 	retryValue   []string              // of Retry-After, if it is fixed
+	autoRetry    bool                  // else it follows the room that is freed
 	metrics      *metrics
 	registry     *prometheus.Registry
 
@@ -61,7 +62,6 @@ type Server struct {
 	uploads uploads  // requests whose body is being read
 	slots   slots    // reservations of requests that are still there
 	peers   sync.Map // worker.ID -> *peer
-	freed   rates    // of reservations given back and of refusals, for Retry-After
 	models  models   // what is remembered of each model
 	workers directory
 	access  accessLog
@@ -80,7 +80,7 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 	s := &Server{
 		tls: serveTLS, apiKey: newSecret(cfg.APIKey), adminToken: newSecret(cfg.AdminToken),
 		cfg: cfg, router: r, log: log, registry: reg, drained: make(chan struct{}, 1),
-		overload: cfg.overloadStatus(log), retryValue: []string{cfg.RetryAfter}, trackOutput: r.TracksOutput(), access: accessLog{log: log},
+		overload: cfg.overloadStatus(log), retryValue: []string{cfg.RetryAfter}, autoRetry: cfg.RetryAfter == "auto", trackOutput: r.TracksOutput(), access: accessLog{log: log},
 	}
 	for d := range s.overloadBody {
 		s.overloadBody[d] = dialect(d).error(cfg.ErrorEnvelope, &httperr.Error{
