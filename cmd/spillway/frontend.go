@@ -53,6 +53,7 @@ func runFrontend(ctx context.Context, p process, cfg configs.Frontend, log *slog
 	if d.admin != nil {
 		fmt.Fprintf(p.stdout, "Admin: %s\n", d.adminURL())
 	}
+	defer easeCollector()()
 	return f.run(ctx, d)
 }
 
