@@ -1,0 +1,13 @@
+package replica
+
+// Bound sets how many events may wait to be sent and to be applied. It is called before Run.
+func (r *Replica) Bound(out, in int) { r.out.maxEvents, r.in.maxEvents = out, in }
+
+// BoundBytes sets how much may wait to be sent.
+func (r *Replica) BoundBytes(out int) { r.out.maxBytes = out }
+
+// Origin is the identity that r sends.
+func (r *Replica) Origin() uint64 { return r.origin }
+
+// Connected is the number of peers that there is a connection with.
+func (r *Replica) Connected() int { return int(r.connected.Load()) }

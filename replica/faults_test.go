@@ -1,0 +1,205 @@
+package replica_test
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"net"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"spillway/wire"
+)
+
+// TestGarbage: whatever a peer publishes that is no event is counted by its reason, and later
+// events are heard.
+func TestGarbage(t *testing.T) {
+	s := newScript(t, "tcp://127.0.0.1:*")
+	n := start(t, s.endpoint)
+	s.link(t, n)
+	topic := []byte(wire.ReplicaTopic)
+	good := event(wire.ReplicaAdd, "good")
+	body := wire.AppendReplica(nil, &good, wire.FormatTenant)
+	s.send(t, []byte(wire.ReplicaTopic+".x"), body)
+	s.send(t, topic)
+	s.send(t, topic, body, nil)
+	s.send(t, append([][]byte{topic}, make([][]byte, 1000)...)...)
+	s.send(t, topic, []byte("garbage"))
+	for cut := range body {
+		s.send(t, topic, body[:cut])
+	}
+	two := wire.AppendReplica(nil, &good, wire.FormatBoth)
+	two = []byte(strings.Replace(string(two), "tenant_id\xa7default", "tenant_id\xa7another", 1))
+	s.send(t, topic, two)
+	own := good
+	own.Origin = n.Origin()
+	s.publish(t, own)
+	s.publish(t, good)
+	eventually(t, "the good event", func() bool { return n.has("good") })
+	if got := n.events(); len(got) != 1 {
+		t.Errorf("heard %d events, want the good one alone", len(got))
+	}
+	for reason, want := range map[string]int{"topic": 1, "frames": 3, "payload": 1 + len(body), "tenant": 1, "self": 1, "queue": 0} {
+		n.expect(t, "spillway_replica_dropped_total", reason, float64(want))
+	}
+}
+
+// TestTooLong: a message beyond all measure ends the connection, and a new one is made. What we
+// would send of that size is not sent.
+func TestTooLong(t *testing.T) {
+	s := newScript(t, "tcp://127.0.0.1:*")
+	n := start(t, s.endpoint)
+	s.link(t, n)
+	s.send(t, []byte(wire.ReplicaTopic), make([]byte, wire.MaxReplicaBytes+1))
+	n.expect(t, "spillway_replica_peers_connected", "", 0)
+	s.link(t, n)
+
+	long := event(wire.ReplicaAdd, "long")
+	long.Promise.Hashes = slices.Repeat([]uint64{math.MaxUint64}, wire.MaxReplicaBytes/9)
+	n.Publish(long)
+	n.expect(t, "spillway_replica_unsent_total", "size", 1)
+}
+
+// TestNotZMQ: a peer that speaks something else is tried again, until a real one has taken its
+// place.
+func TestNotZMQ(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var answers sync.WaitGroup
+	met := make(chan struct{}, 1)
+	answers.Go(func() {
+		for {
+			conn, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			_, _ = conn.Write([]byte("HTTP/1.1 400 Bad Request\r\n\r\n")) // the peer may have gone
+			_ = conn.Close()
+			select {
+			case met <- struct{}{}:
+			default:
+			}
+		}
+	})
+	n := start(t, "tcp://"+ln.Addr().String())
+	<-met
+	if err := ln.Close(); err != nil {
+		t.Fatal(err)
+	}
+	answers.Wait()
+	newScript(t, "tcp://"+ln.Addr().String()).link(t, n)
+}
+
+// TestRestart: a peer that is gone changes nothing, and is heard again when it is back.
+func TestRestart(t *testing.T) {
+	a := start(t)
+	b, c := start(t, a.Endpoint()), start(t, a.Endpoint())
+	link(t, a, b, c)
+	if _, err := c.Register(t.Context(), b.Endpoint()); err != nil {
+		t.Fatal(err)
+	}
+	link(t, b, c)
+	a.stop()
+	c.expect(t, "spillway_replica_peers_connected", "", 1)
+	b.Publish(event(wire.ReplicaAdd, "meanwhile"))
+	settle(t, b, c)
+	if !c.has("meanwhile") {
+		t.Error("with one peer gone, the other is not heard")
+	}
+	again := config()
+	again.Bind = a.Endpoint()
+	a2 := prepare(again).start(t)
+	link(t, a2, b, c)
+	c.expect(t, "spillway_replica_peers_connected", "", 2)
+	if a2.Origin() == a.Origin() {
+		t.Error("a peer that was started anew has its old identity")
+	}
+}
+
+// TestFlood: events that come faster than they can be applied are dropped and counted, all the
+// others are applied, and what is published meanwhile is not held up.
+func TestFlood(t *testing.T) {
+	const events, room = 20_000, 300
+	s := newScript(t, "tcp://127.0.0.1:*")
+	n := prepare(config(s.endpoint))
+	n.Bound(room, room)
+	n.start(t)
+	witness := start(t, n.Endpoint())
+	s.link(t, n)
+	link(t, n, witness)
+
+	n.hold.Lock()
+	e := event(wire.ReplicaAdd, "")
+	for i := range events {
+		e.Reservation = fmt.Sprint(i)
+		s.publish(t, e)
+	}
+	eventually(t, "drops", func() bool { return n.value(t, "spillway_replica_dropped_total", "queue") > 0 })
+	n.Publish(event(wire.ReplicaAdd, "meanwhile"))
+	settle(t, n, witness)
+	if !witness.has("meanwhile") {
+		t.Error("what was published during the flood is not heard")
+	}
+	n.hold.Unlock()
+	eventually(t, "the end of the flood", func() bool {
+		got := n.value(t, "spillway_replica_received_total", "add")
+		return got > room && got == float64(len(n.events()))+n.value(t, "spillway_replica_dropped_total", "queue")
+	})
+	n.expect(t, "spillway_replica_queue_events", "in", 0)
+	eventually(t, "an event after it", func() bool {
+		s.publish(t, event(wire.ReplicaFree, "after"))
+		return n.has("after")
+	})
+}
+
+// TestFullQueue: what finds no room to be sent is counted and lost, and what comes after the end too.
+func TestFullQueue(t *testing.T) {
+	n := prepare(config())
+	n.Bound(1, 1)
+	for range 3 {
+		n.Publish(event(wire.ReplicaAdd, "r"))
+	}
+	n.expect(t, "spillway_replica_unsent_total", "queue", 2)
+	n.expect(t, "spillway_replica_queue_events", "out", 1)
+	n.start(t)
+	n.expect(t, "spillway_replica_sent_total", "add", 1)
+	n.expect(t, "spillway_replica_queue_events", "out", 0)
+	n.stop()
+	n.Publish(event(wire.ReplicaAdd, "r"))
+	n.expect(t, "spillway_replica_unsent_total", "stopped", 1)
+	n.expect(t, "spillway_replica_queue_events", "out", 0)
+}
+
+// TestHeavyQueue: what waits is bounded by what it holds, too.
+func TestHeavyQueue(t *testing.T) {
+	n := prepare(config())
+	e := event(wire.ReplicaAdd, "r")
+	n.BoundBytes(2 * (len("m") + len("default") + len("r") + 3*8))
+	for range 3 {
+		n.Publish(e)
+	}
+	n.expect(t, "spillway_replica_unsent_total", "queue", 1)
+	n.start(t)
+	n.expect(t, "spillway_replica_queue_events", "out", 0)
+	n.Publish(e)
+	n.expect(t, "spillway_replica_sent_total", "add", 3)
+}
+
+// TestUnsentAtTheEnd: what waits when Run ends is lost and counted.
+func TestUnsentAtTheEnd(t *testing.T) {
+	n := prepare(config())
+	for range 3 {
+		n.Publish(event(wire.ReplicaFree, "r"))
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := n.Run(ended); err != nil {
+		t.Fatalf("Run = %v, want nil", err)
+	}
+	n.expect(t, "spillway_replica_unsent_total", "stopped", 3)
+	n.expect(t, "spillway_replica_sent_total", "free", 0)
+}
