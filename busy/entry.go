@@ -28,7 +28,8 @@ type entry struct {
 	mark            mark // for all ranks
 
 	busy, routable bool
-	allMarked      bool // every rank is marked
+	allMarked      bool      // every rank is marked
+	due            time.Time // when the verdict may change by itself; zero: never
 	toBusy, toFree uint64
 	dropped        uint64 // samples for which there was no room
 }

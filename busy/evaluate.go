@@ -52,7 +52,7 @@ func (l *List) checkRanksLocked(e *entry, now time.Time) (allOver bool) {
 		}
 		return false
 	}
-	promised := l.promisedLocked(e)
+	promised := l.promisedLocked(e, now)
 	allOver = true
 	for _, r := range e.ranks {
 		report := l.reportLocked(e, r, promised, now)
@@ -72,11 +72,11 @@ func (l *List) checkRanksLocked(e *entry, now time.Time) (allOver bool) {
 type load struct{ decodeBlocks, prefillTokens float64 }
 
 // promisedLocked is each rank's share of what was booked for the worker as a whole.
-func (l *List) promisedLocked(e *entry) load {
+func (l *List) promisedLocked(e *entry, now time.Time) load {
 	if l.loads == nil || !e.engineRouted() {
 		return load{}
 	}
-	a, p := l.loads.Promised(worker.Rank{Worker: e.id, DP: worker.AnyDP})
+	a, p := l.loads.Promised(worker.Rank{Worker: e.id, DP: worker.AnyDP}, now)
 	n := float64(e.sharers())
 	return load{float64(a) / n, float64(p) / n}
 }
@@ -89,7 +89,7 @@ func (l *List) reportLocked(e *entry, r *rank, share load, now time.Time) Report
 		TotalBlocks: e.totalBlocks(r), MaxBatchedTokens: e.maxBatchedTokens(r),
 	}
 	if l.loads != nil && !e.engineRouted() {
-		a, p := l.loads.Promised(worker.Rank{Worker: e.id, DP: e.number(r)})
+		a, p := l.loads.Promised(worker.Rank{Worker: e.id, DP: e.number(r)}, now)
 		report.DecodeBlocks, report.PrefillTokens = float64(a), float64(p)
 	}
 	var promisedKnown, ratioKnown bool
@@ -126,32 +126,63 @@ func (r *record) stale(now time.Time, limit time.Duration) bool {
 	return !r.held() || now.Sub(r.takenAt) > limit
 }
 
-// scheduleLocked brings forward the time of the next Tick that has work, if this worker has
-// some before it.
+// scheduleLocked notes when the verdict on the worker may change by itself.
 func (l *List) scheduleLocked(e *entry, now time.Time) {
+	e.due = time.Time{}
 	if e.mark.active() {
-		l.dueLocked(e.mark.end())
+		e.dueAt(e.mark.end())
 	}
 	if !e.inhibitedUntil.IsZero() {
-		l.dueLocked(e.inhibitedUntil)
+		e.dueAt(e.inhibitedUntil)
 	}
 	for _, r := range e.ranks {
 		if r.mark.active() {
-			l.dueLocked(r.mark.end())
+			e.dueAt(r.mark.end())
+		}
+		if r.over.Has(CheckPrefillTokens | CheckPrefillFrac) {
+			l.scheduleFallLocked(e, r, now)
 		}
 		if l.cfg.StalePolicy == StaleHold {
 			continue
 		}
 		for s := range r.records {
 			if rec := &r.records[s]; !rec.stale(now, l.cfg.SignalStaleAfter) {
-				l.dueLocked(rec.takenAt.Add(l.cfg.SignalStaleAfter + 1)) // stale is strictly older
+				e.dueAt(rec.takenAt.Add(l.cfg.SignalStaleAfter + 1)) // stale is strictly older
 			}
 		}
 	}
+	l.dueLocked(e.due)
 }
 
+// scheduleFallLocked notes when the prefill load of a rank that is over its limit will be within
+// it, if the books expect that.
+func (l *List) scheduleFallLocked(e *entry, r *rank, now time.Time) {
+	if l.loads == nil {
+		return
+	}
+	limit := l.roomLocked(e, r).MaxPrefillTokens
+	if l.cfg.BusyReleaseRatio < 1 {
+		limit = uint64(float64(limit) * l.cfg.BusyReleaseRatio)
+	}
+	id := worker.Rank{Worker: e.id, DP: e.number(r)}
+	if e.engineRouted() {
+		id.DP = worker.AnyDP
+	}
+	// If that is past, something else than the books says that the rank is over.
+	if at, ok := l.loads.PrefillFalls(id, limit); ok && at.After(now) {
+		e.dueAt(at)
+	}
+}
+
+func (e *entry) dueAt(at time.Time) {
+	if e.due.IsZero() || at.Before(e.due) {
+		e.due = at
+	}
+}
+
+// dueLocked brings the next Tick that has work forward to at, unless that is zero.
 func (l *List) dueLocked(at time.Time) {
-	if l.due.IsZero() || at.Before(l.due) {
-		l.due = at
+	if !at.IsZero() && at.UnixNano() < l.due.Load() {
+		l.due.Store(at.UnixNano())
 	}
 }

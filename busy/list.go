@@ -4,6 +4,7 @@
 package busy
 
 import (
+	"math"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -13,10 +14,11 @@ import (
 )
 
 // Loads is what a List asks of the books: the KV blocks and the prefill tokens that a rank has
-// been promised. It is called with the List's lock held, so it must not block, nor call the
-// List.
+// been promised, and when those tokens will have gone down to a number by time alone. It is
+// called with the List's lock held, so it must not block, nor call the List.
 type Loads interface {
-	Promised(r worker.Rank) (decodeBlocks, prefillTokens uint64)
+	Promised(r worker.Rank, now time.Time) (decodeBlocks, prefillTokens uint64)
+	PrefillFalls(r worker.Rank, tokens uint64) (at time.Time, ok bool)
 }
 
 // List is the busy list of one partition: its thresholds, the last reports by worker, rank and
@@ -31,9 +33,9 @@ type List struct {
 	thresholds Thresholds
 	generation uint64 // counts the changes of thresholds, from 1
 	workers    map[worker.ID]*entry
-	order      []*entry  // by ID
-	slots      []bool    // taken or not
-	due        time.Time // nothing falls due by itself before; zero: never
+	order      []*entry     // by ID
+	slots      []bool       // taken or not
+	due        atomic.Int64 // Unix nanoseconds before which nothing falls due by itself
 
 	snapshot atomic.Pointer[Snapshot]
 }
@@ -45,6 +47,7 @@ func New(cfg Config, loads Loads) *List {
 		cfg: cfg, loads: loads, thresholds: cfg.Thresholds().clone(),
 		generation: 1, workers: map[worker.ID]*entry{},
 	}
+	l.due.Store(math.MaxInt64)
 	l.publishLocked()
 	return l
 }
@@ -232,27 +235,33 @@ func (l *List) Thresholds() Thresholds {
 	return l.thresholds.clone()
 }
 
-// Tick lets end what ends by itself: marks, inhibitions, and the freshness of samples where a
-// policy depends on it. It returns the earliest time at which something more may fall due, or
-// false if nothing will. Later calls of Mark or Inhibit can bring that time forward, so a
-// caller who is not told of them should come back within a fraction of backpressure-hold all
+// Due tells whether something has fallen due by itself, so that a Tick would have work. It takes
+// no lock.
+func (l *List) Due(now time.Time) bool { return now.UnixNano() >= l.due.Load() }
+
+// Tick lets end what ends by itself: marks, inhibitions, prefill load that is modelled to fall,
+// and the freshness of samples where a policy depends on it. It returns the earliest time at which
+// something more may fall due, or false if nothing will. Later calls can bring that time forward,
+// so a caller who is not told of them should come back within a fraction of backpressure-hold all
 // the same; a Tick with nothing due looks at no worker.
 func (l *List) Tick(now time.Time) (next time.Time, ok bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if !l.due.IsZero() && !now.Before(l.due) {
-		l.due = time.Time{}
+	if l.Due(now) {
+		l.due.Store(math.MaxInt64)
 		changed := false
 		for _, e := range l.order {
-			if l.evaluateLocked(e, now) {
-				changed = true
+			if !e.due.IsZero() && !now.Before(e.due) {
+				changed = l.evaluateLocked(e, now) || changed
 			}
+			l.dueLocked(e.due)
 		}
 		if changed {
 			l.publishLocked()
 		}
 	}
-	return l.due, !l.due.IsZero()
+	due := l.due.Load()
+	return time.Unix(0, due), due != math.MaxInt64
 }
 
 // BlockSize is the number of tokens in a KV block of the worker: as configured, else as

@@ -300,7 +300,9 @@ type lockedBooks struct {
 	p  uint64
 }
 
-func (b *lockedBooks) Promised(worker.Rank) (uint64, uint64) {
+func (b *lockedBooks) PrefillFalls(worker.Rank, uint64) (time.Time, bool) { return time.Time{}, false }
+
+func (b *lockedBooks) Promised(worker.Rank, time.Time) (uint64, uint64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return 0, b.p

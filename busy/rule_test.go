@@ -19,7 +19,9 @@ func at(seconds float64) time.Time { return t0.Add(time.Duration(seconds * float
 // books are the Loads of tests.
 type books map[worker.Rank][2]uint64
 
-func (b books) Promised(r worker.Rank) (uint64, uint64) { return b[r][0], b[r][1] }
+func (b books) Promised(r worker.Rank, _ time.Time) (uint64, uint64) { return b[r][0], b[r][1] }
+
+func (b books) PrefillFalls(worker.Rank, uint64) (time.Time, bool) { return time.Time{}, false }
 
 // limits reads a threshold triple as the tables of the rule write it: "0.85,10000,-".
 func limits(t testing.TB, triple string) busy.Thresholds {

@@ -81,7 +81,7 @@ func (l *List) status(id worker.ID, now time.Time) (WorkerStatus, bool) {
 		Marked: e.allMarked, Inhibited: e.inhibitedFor(now), CircuitOpen: e.circuitOpen, ToBusy: e.toBusy, ToFree: e.toFree, Dropped: e.dropped,
 		Ranks: make([]RankStatus, 0, len(e.ranks)),
 	}
-	promised := l.promisedLocked(e)
+	promised := l.promisedLocked(e, now)
 	for _, r := range e.ranks {
 		rs := RankStatus{
 			DP: e.number(r), Report: l.reportLocked(e, r, promised, now), Checks: r.checks,

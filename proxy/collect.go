@@ -263,7 +263,7 @@ func (c *workerCollector) worker(part *router.Partition, st *busy.WorkerStatus) 
 	for i := range st.Ranks {
 		c.rank(model, st.Name, &st.Ranks[i])
 	}
-	c.ranks = part.Tracker.Ranks(st.ID, c.ranks[:0])
+	c.ranks = part.Tracker.Ranks(st.ID, c.now, c.ranks[:0])
 	for _, r := range c.ranks {
 		c.booked(st, r, met)
 	}

@@ -168,7 +168,7 @@ func (f *front) settled() {
 // unsettled lists what is booked or waits.
 func (f *front) unsettled() (left []string) {
 	f.routes.Partitions("", func(p *router.Partition) {
-		for rank, load := range p.Tracker.Loads() {
+		for rank, load := range p.Tracker.Loads(time.Now()) {
 			if load != (tracker.Load{}) {
 				left = append(left, fmt.Sprintf("load of worker %v, rank %d = %+v", rank.Worker, rank.DP, load))
 			}

@@ -93,7 +93,7 @@ func (f *rig) used(id worker.ID, blocks uint64, ranks ...uint32) {
 func (f *rig) checkEmpty() {
 	f.t.Helper()
 	f.r.Partitions("", func(p *router.Partition) {
-		for rank, load := range p.Tracker.Loads() {
+		for rank, load := range p.Tracker.Loads(start) {
 			if load != (tracker.Load{}) {
 				f.t.Errorf("load of %+v in %+v = %+v, want none", rank, p.Key, load)
 			}

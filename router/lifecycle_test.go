@@ -83,7 +83,7 @@ func lives(t *testing.T, mode router.Mode, rng *rand.Rand) (done, shed int) {
 	}
 	f.p.Busy.Tick(now)
 	for _, w := range workers {
-		if got := f.p.Tracker.Register(&w).Requests(); got != 0 {
+		if got := f.p.Tracker.Register(&w, now).Requests(); got != 0 {
 			t.Errorf("requests on worker %v = %d, want 0", w.ID, got)
 		}
 	}

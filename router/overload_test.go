@@ -140,7 +140,7 @@ func runSimFleet(t *testing.T, cfg busy.Config, rate float64) fleetResult {
 			heap.Push(&f.queue, entry{e.at.Add(scrapeEvery), scrape, e.i})
 		}
 	}
-	for rank, load := range f.part.Tracker.Loads() {
+	for rank, load := range f.part.Tracker.Loads(start) {
 		if load.PrefillTokens != 0 || load.DecodeBlocks != 0 || load.Requests != 0 {
 			t.Errorf("rank %v holds %+v after the last request, want nothing", rank, load)
 		}

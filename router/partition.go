@@ -72,6 +72,9 @@ type Selection struct {
 func (p *Partition) Select(q Query, now time.Time) (Selection, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.Busy.Due(now) {
+		p.Busy.Tick(now)
+	}
 	snap := p.Busy.Snapshot()
 	switch {
 	case len(snap.Registered) == 0:
@@ -163,7 +166,7 @@ func (p *Partition) bookLocked(c *candidate, q *Query, marked bool, now time.Tim
 		rooms = pinnedRoom(rooms, *q.DP, marked)
 	}
 	for len(rooms) > 0 {
-		i := p.lightestLocked(c, rooms)
+		i := p.lightestLocked(c, rooms, now)
 		sel, err := p.reserveLocked(c, q, rooms[i], now)
 		if !errors.Is(err, tracker.ErrBusy) {
 			return sel, err
@@ -189,10 +192,10 @@ func pinnedRoom(rooms []busy.Room, dp uint32, marked bool) []busy.Room {
 
 // lightestLocked returns the index of the rank with the fewest requests, ties broken at random.
 // Ranks that only the engine reports come last: they may be left over from its former life.
-func (p *Partition) lightestLocked(c *candidate, rooms []busy.Room) int {
+func (p *Partition) lightestLocked(c *candidate, rooms []busy.Room, now time.Time) int {
 	best, least, ties := 0, uint64(math.MaxUint64), 0
 	for i, room := range rooms {
-		n := p.Tracker.Load(worker.Rank{Worker: c.id, DP: room.DP}).Requests
+		n := p.Tracker.Load(worker.Rank{Worker: c.id, DP: room.DP}, now).Requests
 		if c.worker.DPSize > 0 && room.DP != worker.AnyDP && !declares(c.worker, room.DP) {
 			n += 1 << 63
 		}
@@ -221,7 +224,7 @@ func (p *Partition) reserveLocked(c *candidate, q *Query, room busy.Room, now ti
 	}
 	limit := tracker.Limit{PrefillTokens: room.MaxPrefillTokens, DecodeBlocks: room.MaxDecodeBlocks}
 	err := p.Tracker.Reserve(r, limit, now)
-	if errors.Is(err, tracker.ErrUnknownRank) && p.Tracker.AddRank(r.Rank) { // the engine reports it, nobody declared it
+	if errors.Is(err, tracker.ErrUnknownRank) && p.Tracker.AddRank(r.Rank, now) { // the engine reports it, nobody declared it
 		err = p.Tracker.Reserve(r, limit, now)
 	}
 	switch {
@@ -239,21 +242,21 @@ func (p *Partition) reserveLocked(c *candidate, q *Query, room busy.Room, now ti
 
 // PrefillDone takes the prompt of a request off the prefill load of its rank, once.
 func (p *Partition) PrefillDone(id string, now time.Time) {
-	if rank, ok := p.Tracker.PrefillDone(id, now); ok {
+	if rank, effect := p.Tracker.PrefillDone(id, now); effect == tracker.Changed {
 		p.Busy.Refresh(rank.Worker, now)
 	}
 }
 
 // Grow books KV blocks that the output of a request has filled.
 func (p *Partition) Grow(id string, blocks uint64, now time.Time) {
-	if rank, ok := p.Tracker.Grow(id, blocks, now); ok {
+	if rank, effect := p.Tracker.Grow(id, blocks, nil, now); effect == tracker.Changed {
 		p.Busy.Refresh(rank.Worker, now)
 	}
 }
 
 // Free gives back all that is booked under id. Freeing twice is harmless.
 func (p *Partition) Free(id string, now time.Time) {
-	if rank, ok := p.Tracker.Free(id); ok {
+	if rank, ok := p.Tracker.Free(id, now); ok {
 		p.Busy.Refresh(rank.Worker, now)
 	}
 }
@@ -264,7 +267,7 @@ func (p *Partition) Recovery(now time.Time) time.Duration { return p.Busy.Recove
 func (p *Partition) register(w *worker.Worker, now time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	book := p.Tracker.Register(w)
+	book := p.Tracker.Register(w, now)
 	p.Busy.Register(w, now)
 	slot, _ := p.Busy.Slot(w.ID)
 	for len(p.slots) <= slot {

@@ -210,10 +210,10 @@ func TestRankKinds(t *testing.T) {
 			}
 			var requests uint64
 			for _, dp := range tt.ranks {
-				requests += f.p.Tracker.Load(worker.Rank{Worker: 1, DP: dp}).Requests
+				requests += f.p.Tracker.Load(worker.Rank{Worker: 1, DP: dp}, start).Requests
 			}
 			if requests != 20 {
-				t.Errorf("requests on %v = %d of 20; all: %v", tt.ranks, requests, f.p.Tracker.Loads())
+				t.Errorf("requests on %v = %d of 20; all: %v", tt.ranks, requests, f.p.Tracker.Loads(start))
 			}
 		})
 	}

@@ -121,7 +121,7 @@ func (r *Router) publishLocked(catalog *worker.Catalog, added *Partition) {
 }
 
 func (r *Router) newPartitionLocked(key worker.Partition, now time.Time) *Partition {
-	books := tracker.New()
+	books := tracker.New(tracker.DefaultConfig())
 	p := &Partition{
 		Key: key, Busy: busy.New(r.busyCfg, books), Tracker: books,
 		mode: r.cfg.Mode, rng: rand.New(rand.NewPCG(r.rng.Uint64(), r.rng.Uint64())),

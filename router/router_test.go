@@ -135,22 +135,22 @@ func TestRegisterAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	requests := func(p *router.Partition, dp uint32) uint64 {
-		return p.Tracker.Load(worker.Rank{Worker: 1, DP: dp}).Requests
+		return p.Tracker.Load(worker.Rank{Worker: 1, DP: dp}, start).Requests
 	}
 	f.register(record(t, 1, 2))
 	if requests(f.p, 0) != 1 || requests(f.p, 1) != 1 {
-		t.Errorf("loads after the same record = %v, want 1 request on either rank", f.p.Tracker.Loads())
+		t.Errorf("loads after the same record = %v, want 1 request on either rank", f.p.Tracker.Loads(start))
 	}
 	f.register(record(t, 1, 1))
 	if requests(f.p, 0) != 1 || requests(f.p, 1) != 0 {
-		t.Errorf("loads after rank 1 is gone = %v, want 1 request on rank 0", f.p.Tracker.Loads())
+		t.Errorf("loads after rank 1 is gone = %v, want 1 request on rank 0", f.p.Tracker.Loads(start))
 	}
 	f.p.Free(id1, start)
 	moved := record(t, 1, 1)
 	moved.Models = []string{"N"}
 	n := f.register(moved)
 	if n == f.p || requests(n, 0) != 0 || requests(f.p, 0) != 0 {
-		t.Errorf("loads after the model changed = %v and %v, want none", n.Tracker.Loads(), f.p.Tracker.Loads())
+		t.Errorf("loads after the model changed = %v and %v, want none", n.Tracker.Loads(start), f.p.Tracker.Loads(start))
 	}
 	if _, _, err := f.ask(router.Query{Worker: new(worker.ID(1))}); !errors.Is(err, router.ErrPinUnknown) {
 		t.Errorf("Select of the worker that moved = %v, want ErrPinUnknown", err)
@@ -284,7 +284,7 @@ func TestRaces(t *testing.T) {
 	close(done)
 	writers.Wait()
 	f.r.Partitions("", func(p *router.Partition) {
-		for rank, load := range p.Tracker.Loads() {
+		for rank, load := range p.Tracker.Loads(start) {
 			if load.Requests != 0 || load.DecodeBlocks != 0 || load.PrefillTokens != 0 {
 				t.Errorf("load of %+v = %+v, want none", rank, load)
 			}

@@ -44,7 +44,7 @@ func TestBurst(t *testing.T) {
 				if want := ranks * tt.perRank; admitted != want {
 					t.Errorf("admitted %d of %d requests, want %d", admitted, tt.requests, want)
 				}
-				for rank, load := range f.p.Tracker.Loads() {
+				for rank, load := range f.p.Tracker.Loads(start) {
 					if load.Requests != uint64(tt.perRank) || load.PrefillTokens != 200*uint64(tt.perRank) {
 						t.Errorf("load of %+v = %+v, want %d requests", rank, load, tt.perRank)
 					}
@@ -91,7 +91,7 @@ func TestBurstWhileOthersFree(t *testing.T) {
 					}
 					continue
 				}
-				if load := f.p.Tracker.Load(sel.Rank); load.PrefillTokens > 1200 {
+				if load := f.p.Tracker.Load(sel.Rank, start); load.PrefillTokens > 1200 {
 					t.Errorf("load of %+v = %+v, want at most 1200 prefill tokens", sel.Rank, load)
 				}
 				f.p.PrefillDone(id, start)
@@ -139,7 +139,7 @@ func TestGrowthMakesBusy(t *testing.T) {
 	}{{5, false}, {1, true}} { // 85 of 100 is not over 0.85
 		f.p.Grow(id, tt.blocks, start)
 		if got := len(f.p.Busy.Snapshot().Busy) == 1; got != tt.busy {
-			t.Errorf("step %d: busy with %+v = %v, want %v", i, f.p.Tracker.Load(sel.Rank), got, tt.busy)
+			t.Errorf("step %d: busy with %+v = %v, want %v", i, f.p.Tracker.Load(sel.Rank, start), got, tt.busy)
 		}
 	}
 	if _, _, err := f.ask(router.Query{NoDecode: true}); !errors.Is(err, router.ErrOverloaded) {
@@ -156,7 +156,7 @@ func TestNoDecode(t *testing.T) {
 	if err != nil {
 		t.Fatalf("Select = %v", err)
 	}
-	if load := f.p.Tracker.Load(sel.Rank); load.DecodeBlocks != 0 || load.PrefillTokens != 1600 {
+	if load := f.p.Tracker.Load(sel.Rank, start); load.DecodeBlocks != 0 || load.PrefillTokens != 1600 {
 		t.Errorf("load = %+v, want 1600 prefill tokens and no blocks", load)
 	}
 }

@@ -80,7 +80,7 @@ func TestStatus(t *testing.T) {
 				}
 				f.p.Free(id, start)
 			}
-			for rank, load := range f.p.Tracker.Loads() {
+			for rank, load := range f.p.Tracker.Loads(start) {
 				if load.Requests != 0 {
 					t.Errorf("load of %+v = %+v, want none", rank, load)
 				}

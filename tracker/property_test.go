@@ -6,6 +6,7 @@ import (
 	"maps"
 	"slices"
 	"testing"
+	"time"
 
 	"pgregory.net/rapid"
 
@@ -13,178 +14,50 @@ import (
 	"spillway/worker"
 )
 
-// books is a slow, obvious tracker: a list of what is booked, added up whenever asked.
-type books struct {
-	ranks map[worker.Rank]bool
-	open  []held
+// prompts branch, nest and repeat; some are not chained.
+var prompts = [][]uint64{
+	nil, {1, 2, 3, 4}, {1, 2, 3, 5}, {1, 2, 6}, {1, 7}, {8, 9, 10}, {8, 9, 11}, {12}, {1, 2}, {1, 9, 3, 4}, {5, 5}, {2, 3, 4},
 }
 
-type held struct {
-	tracker.Reservation
-	prefill bool
+// machine drives a tracker and the slow one through the same random steps.
+type machine struct {
+	tracker *tracker.Tracker
+	model   *books
+	bookOf  map[worker.ID]*tracker.Book
+	now     time.Time
 }
 
-func (m *books) find(id string) int {
-	return slices.IndexFunc(m.open, func(h held) bool { return h.ID == id })
-}
-
-func (m *books) load(r worker.Rank) (l tracker.Load) {
-	for _, h := range m.open {
-		if h.Rank == r {
-			l.Requests++
-			l.DecodeBlocks += h.DecodeBlocks
-			if h.prefill {
-				l.PrefillTokens += h.PrefillTokens
-			}
-		}
-	}
-	return l
-}
-
-func (m *books) loads() map[worker.Rank]tracker.Load {
-	all := map[worker.Rank]tracker.Load{}
-	for r := range m.ranks {
-		all[r] = m.load(r)
-	}
-	return all
-}
-
-func (m *books) reserve(r tracker.Reservation, limit tracker.Limit) error {
-	switch l := m.load(r.Rank); {
-	case !m.ranks[r.Rank]:
-		return tracker.ErrUnknownRank
-	case m.find(r.ID) >= 0:
-		return tracker.ErrDuplicate
-	case l.PrefillTokens > limit.PrefillTokens || l.DecodeBlocks > limit.DecodeBlocks:
-		return tracker.ErrBusy
-	}
-	m.open = append(m.open, held{r, true})
-	return nil
-}
-
-func (m *books) free(id string) bool {
-	i := m.find(id)
-	if i >= 0 {
-		m.open = slices.Delete(m.open, i, i+1)
-	}
-	return i >= 0
-}
-
-func (m *books) register(w worker.Worker) {
-	for r := range m.ranks {
-		stays := r.DP != worker.AnyDP
-		switch {
-		case w.RankRouting == worker.RankByEngine:
-			stays = !stays
-		case w.DPSize > 0:
-			stays = r.DP >= w.DPStart && r.DP < w.DPStart+w.DPSize
-		}
-		if r.Worker == w.ID && !stays {
-			m.drop(r)
-		}
-	}
-	switch {
-	case w.RankRouting == worker.RankByEngine:
-		m.ranks[rank(w.ID, worker.AnyDP)] = true
-	case w.DPSize == 0:
-		m.ranks[rank(w.ID, 0)] = true
-	}
-	for i := range w.DPSize {
-		if w.RankRouting != worker.RankByEngine {
-			m.ranks[rank(w.ID, w.DPStart+i)] = true
-		}
-	}
-}
-
-func (m *books) drop(r worker.Rank) {
-	delete(m.ranks, r)
-	m.open = slices.DeleteFunc(m.open, func(h held) bool { return h.Rank == r })
-}
+var (
+	ids     = rapid.SampledFrom([]string{"a", "b", "c", "d", "e", "f", "g", "h"})
+	workers = rapid.Map(rapid.IntRange(1, 3), func(i int) worker.ID { return worker.ID(i) })
+	ranks   = rapid.SampledFrom([]uint32{0, 0, 0, 1, 1, 2, 3, worker.AnyDP})
+	amount  = rapid.Uint64Range(0, 300)
+	few     = rapid.Uint64Range(0, 4)
+	weight  = rapid.SampledFrom([]float64{0, 0.1, 0.25, 0.3333, 0.5, 0.7, 1})
+	maybe   = rapid.Bool()
+)
 
 // TestAgreesWithModel compares a tracker with the slow one after each of many random steps.
 // After everything has been freed, every load is exactly zero.
 func TestAgreesWithModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		tr, m := tracker.New(), &books{ranks: map[worker.Rank]bool{}}
-		bookOf := map[worker.ID]*tracker.Book{}
-		ids := rapid.SampledFrom([]string{"a", "b", "c", "d", "e", "f"})
-		workers := rapid.Map(rapid.IntRange(1, 3), func(i int) worker.ID { return worker.ID(i) })
-		ranks := rapid.SampledFrom([]uint32{0, 1, 2, 3, worker.AnyDP})
-		amount := rapid.Uint64Range(0, 300)
+		cfg := tracker.Config{ExpireAfter: 10 * time.Second, CheckEvery: 4 * time.Second}
+		m := &machine{tracker.New(cfg), newBooks(cfg), map[worker.ID]*tracker.Book{}, start}
 		t.Repeat(map[string]func(*rapid.T){
-			"register": func(t *rapid.T) {
-				w := worker.Worker{
-					ID: workers.Draw(t, "worker"), DPSize: rapid.Uint32Range(0, 3).Draw(t, "size"),
-					RankRouting: rapid.SampledFrom([]worker.RankRouting{worker.RankBySpillway, worker.RankBySpillway, worker.RankByEngine}).Draw(t, "routing"),
-				}
-				if w.DPSize > 0 {
-					w.DPStart = rapid.Uint32Range(0, 2).Draw(t, "start")
-				}
-				bookOf[w.ID] = tr.Register(&w)
-				m.register(w)
+			"register": m.register, "unregister": m.unregister, "add rank": m.addRank,
+			"reserve": m.reserve, "reserve more": m.reserve, "adopt": m.adopt,
+			"prefill done": m.prefillDone, "grow": m.grow, "free": m.free, "expire": m.expire,
+			"wait": func(t *rapid.T) {
+				m.now = m.now.Add(time.Duration(rapid.IntRange(0, 3000).Draw(t, "ms")) * time.Millisecond)
 			},
-			"unregister": func(t *rapid.T) {
-				id := workers.Draw(t, "worker")
-				tr.Unregister(id)
-				for r := range maps.Clone(m.ranks) {
-					if r.Worker == id {
-						m.drop(r)
-					}
-				}
-				delete(bookOf, id)
-			},
-			"add rank": func(t *rapid.T) {
-				r := rank(workers.Draw(t, "worker"), rapid.Uint32Range(0, 3).Draw(t, "dp"))
-				if got, want := tr.AddRank(r), bookOf[r.Worker] != nil; got != want {
-					t.Fatalf("AddRank(%+v) = %v, want %v", r, got, want)
-				} else if got {
-					m.ranks[r] = true
-				}
-			},
-			"reserve": func(t *rapid.T) {
-				r := reservation(ids.Draw(t, "id"), rank(workers.Draw(t, "worker"), ranks.Draw(t, "dp")), amount.Draw(t, "prefill"), amount.Draw(t, "blocks"))
-				limit := tracker.Limit{PrefillTokens: amount.Draw(t, "prefill limit"), DecodeBlocks: amount.Draw(t, "decode limit")}
-				got := tr.Reserve(r, limit, start)
-				if want := m.reserve(r, limit); !errors.Is(got, want) {
-					t.Fatalf("Reserve(%+v, %+v) = %v, want %v", r, limit, got, want)
-				}
-			},
-			"prefill done": func(t *rapid.T) {
-				id := ids.Draw(t, "id")
-				_, got := tr.PrefillDone(id, start)
-				i := m.find(id)
-				if want := i >= 0 && m.open[i].prefill; got != want {
-					t.Fatalf("PrefillDone(%s) = %v, want %v", id, got, want)
-				}
-				if i >= 0 {
-					m.open[i].prefill = false
-				}
-			},
-			"grow": func(t *rapid.T) {
-				id, blocks := ids.Draw(t, "id"), rapid.Uint64Range(0, 3).Draw(t, "blocks")
-				_, got := tr.Grow(id, blocks, start)
-				i := m.find(id)
-				if want := i >= 0 && blocks > 0; got != want {
-					t.Fatalf("Grow(%s, %d) = %v, want %v", id, blocks, got, want)
-				}
-				if i >= 0 {
-					m.open[i].DecodeBlocks += blocks
-				}
-			},
-			"free": func(t *rapid.T) {
-				id := ids.Draw(t, "id")
-				if _, got := tr.Free(id); got != m.free(id) {
-					t.Fatalf("Free(%s) = %v, want %v", id, got, !got)
-				}
-			},
-			"": func(t *rapid.T) { agree(t, tr, m, bookOf) },
+			"": m.agree,
 		})
-		for _, h := range slices.Clone(m.open) {
-			tr.Free(h.ID)
-			m.free(h.ID)
+		for _, h := range slices.Clone(m.model.open) {
+			m.tracker.Free(h.ID, m.now)
+			m.model.free(h.ID, m.now)
 		}
-		agree(t, tr, m, bookOf)
-		for r, load := range tr.Loads() {
+		m.agree(t)
+		for r, load := range m.tracker.Loads(m.now) {
 			if load != (tracker.Load{}) {
 				t.Fatalf("load of %+v after all is freed = %+v, want none", r, load)
 			}
@@ -192,13 +65,144 @@ func TestAgreesWithModel(t *testing.T) {
 	})
 }
 
-func agree(t *rapid.T, tr *tracker.Tracker, m *books, bookOf map[worker.ID]*tracker.Book) {
-	if got, want := tr.Loads(), m.loads(); !maps.Equal(got, want) {
+func (m *machine) register(t *rapid.T) {
+	w := worker.Worker{
+		ID: workers.Draw(t, "worker"), DPSize: rapid.Uint32Range(0, 3).Draw(t, "size"),
+		RankRouting: rapid.SampledFrom([]worker.RankRouting{worker.RankBySpillway, worker.RankBySpillway, worker.RankBySpillway, worker.RankByEngine}).Draw(t, "routing"),
+	}
+	if w.DPSize > 0 {
+		w.DPStart = rapid.Uint32Range(0, 2).Draw(t, "start")
+	}
+	m.bookOf[w.ID] = m.tracker.Register(&w, m.now)
+	m.model.register(w, m.now)
+}
+
+func (m *machine) unregister(t *rapid.T) {
+	id := workers.Draw(t, "worker")
+	m.tracker.Unregister(id)
+	for r := range maps.Clone(m.model.ranks) {
+		if r.Worker == id {
+			m.model.drop(r)
+		}
+	}
+	delete(m.bookOf, id)
+}
+
+func (m *machine) addRank(t *rapid.T) {
+	r := rank(workers.Draw(t, "worker"), rapid.Uint32Range(0, 3).Draw(t, "dp"))
+	if got, want := m.tracker.AddRank(r, m.now), m.bookOf[r.Worker] != nil; got != want {
+		t.Fatalf("AddRank(%+v) = %v, want %v", r, got, want)
+	} else if got {
+		m.model.add(r, m.now)
+	}
+}
+
+func drawReservation(t *rapid.T) tracker.Reservation {
+	r := tracker.Reservation{
+		ID: ids.Draw(t, "id"), Rank: rank(workers.Draw(t, "worker"), ranks.Draw(t, "dp")),
+		Hashes: rapid.SampledFrom(prompts).Draw(t, "hashes"), DecodeBlocks: few.Draw(t, "blocks"),
+		PrefillTokens: amount.Draw(t, "prefill"), Expires: maybe.Draw(t, "expires"),
+	}
+	if maybe.Draw(t, "timed") {
+		r.PrefillTime = new(time.Duration(rapid.IntRange(0, 9).Draw(t, "seconds")) * time.Second)
+	}
+	return r
+}
+
+func (m *machine) reserve(t *rapid.T) {
+	r, limit := drawReservation(t), tracker.NoLimit
+	if maybe.Draw(t, "limited") {
+		limit = tracker.Limit{PrefillTokens: amount.Draw(t, "prefill limit"), DecodeBlocks: few.Draw(t, "decode limit")}
+	}
+	got := m.tracker.Reserve(r, limit, m.now)
+	if want := m.model.reserve(r, limit, m.now); !errors.Is(got, want) {
+		t.Fatalf("Reserve(%+v, %+v) = %v, want %v", r, limit, got, want)
+	}
+}
+
+func (m *machine) adopt(t *rapid.T) {
+	r := drawReservation(t)
+	_, got, err := m.tracker.Adopt(r, m.now)
+	if want, wantErr := m.model.adopt(r, m.now); got != want || !errors.Is(err, wantErr) {
+		t.Fatalf("Adopt(%+v) = %v, %v, want %v, %v", r, got, err, want, wantErr)
+	}
+}
+
+func (m *machine) prefillDone(t *rapid.T) {
+	id, want := ids.Draw(t, "id"), tracker.Unknown
+	_, got := m.tracker.PrefillDone(id, m.now)
+	if h := m.model.find(id); h != nil {
+		if want = tracker.Unchanged; h.prefill {
+			want = tracker.Changed
+			m.model.done(h, m.now)
+		}
+	}
+	if got != want {
+		t.Fatalf("PrefillDone(%s) = %v, want %v", id, got, want)
+	}
+}
+
+func (m *machine) grow(t *rapid.T) {
+	id, blocks, want := ids.Draw(t, "id"), few.Draw(t, "blocks"), tracker.Unknown
+	var decay *float64
+	if maybe.Draw(t, "decays") {
+		decay = new(weight.Draw(t, "weight"))
+	}
+	_, got := m.tracker.Grow(id, blocks, decay, m.now)
+	if h := m.model.find(id); h != nil {
+		if want = tracker.Unchanged; blocks > 0 || decay != nil {
+			want = tracker.Changed
+		}
+		m.model.grow(h, blocks, decay)
+	}
+	if got != want {
+		t.Fatalf("Grow(%s, %d) = %v, want %v", id, blocks, got, want)
+	}
+}
+
+func (m *machine) free(t *rapid.T) {
+	id := ids.Draw(t, "id")
+	if _, got := m.tracker.Free(id, m.now); got != m.model.free(id, m.now) {
+		t.Fatalf("Free(%s) = %v, want %v", id, got, !got)
+	}
+}
+
+func (m *machine) expire(t *rapid.T) {
+	var got, want []string
+	for _, e := range m.tracker.Expire(m.now) {
+		got = append(got, e.ID)
+	}
+	for r := range m.model.ranks {
+		want = append(want, m.model.expire(r, m.now)...)
+	}
+	slices.Sort(got)
+	if slices.Sort(want); !slices.Equal(got, want) {
+		t.Fatalf("Expire() = %v, want %v", got, want)
+	}
+}
+
+func (m *machine) agree(t *rapid.T) {
+	if got, want := m.tracker.Loads(m.now), m.model.loads(m.now); !maps.Equal(got, want) {
 		t.Fatalf("Loads() = %s, want %s", fmt.Sprint(got), fmt.Sprint(want))
 	}
-	for id, b := range bookOf {
+	query := rapid.SampledFrom(prompts).Draw(t, "query")
+	for _, p := range m.tracker.Project(query, m.now, nil) {
+		if got, want := p.AdditionalBlocks, uint64(len(query)-m.model.overlap(p.Rank, query)); got != want {
+			t.Fatalf("Project(%v) on %+v adds %d blocks, want %d", query, p.Rank, got, want)
+		}
+	}
+	distinct := map[string]bool{}
+	for _, h := range m.model.open {
+		for i := range h.Hashes {
+			distinct[fmt.Sprint(h.Hashes[:i+1])] = true
+		}
+	}
+	if got := m.tracker.StoredBlocks(); got != len(distinct) {
+		t.Fatalf("blocks stored = %d, want %d: each that is held, once", got, len(distinct))
+	}
+	for id, b := range m.bookOf {
 		var want int64
-		for _, h := range m.open {
+		for _, h := range m.model.open {
 			if h.Rank.Worker == id {
 				want++
 			}

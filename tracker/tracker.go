@@ -3,11 +3,9 @@
 package tracker
 
 import (
-	"cmp"
 	"errors"
-	"maps"
+	"fmt"
 	"math"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -15,17 +13,18 @@ import (
 	"spillway/worker"
 )
 
-// What Reserve returns when nothing was booked.
+// What Reserve, Adopt and Restore return when nothing was booked.
 var (
 	ErrDuplicate   = errors.New("reservation ID is booked already")
 	ErrUnknownRank = errors.New("rank is not registered")
 	ErrBusy        = errors.New("rank is over its limit")
+	ErrExpired     = errors.New("reservation is too old")
 )
 
-// Load is work promised to one rank and not yet finished.
+// Load is work promised to one rank and not yet finished. Sums beyond a uint64 read as its maximum.
 type Load struct {
 	PrefillTokens uint64 // prompt tokens still to compute; cached ones are not counted
-	DecodeBlocks  uint64 // KV blocks held
+	DecodeBlocks  uint64 // KV blocks held; those that reservations share count once
 	Requests      uint64 // reservations, whatever they hold
 }
 
@@ -45,52 +44,113 @@ func (l Load) over(m Limit) bool {
 	return l.PrefillTokens > m.PrefillTokens || l.DecodeBlocks > m.DecodeBlocks
 }
 
-// Reservation is what one request is promised.
-type Reservation struct {
-	ID            string // unique in the tracker
-	Rank          worker.Rank
-	PrefillTokens uint64 // prompt tokens to compute, until PrefillDone
-	DecodeBlocks  uint64 // KV blocks held until Free and shared with no other reservation
+// Config says when reservations that can expire do.
+type Config struct {
+	ExpireAfter time.Duration // a reservation goes when it is older than this; more than 0
+	CheckEvery  time.Duration // a rank is not looked at more often, nor before it is as old; 0 or more
+}
+
+// DefaultConfig lets reservations that can expire do so after five minutes.
+func DefaultConfig() Config {
+	return Config{ExpireAfter: 5 * time.Minute, CheckEvery: 30 * time.Second}
+}
+
+// Validate tells whether the times make sense.
+func (c Config) Validate() error {
+	if c.ExpireAfter <= 0 || c.CheckEvery < 0 {
+		return fmt.Errorf("tracker: expiry after %v, checked every %v: not times to wait for", c.ExpireAfter, c.CheckEvery)
+	}
+	return nil
 }
 
 // Tracker books and frees load. It is safe for concurrent use.
+//
+// All changes are made under one lock, each in a few microseconds. Reads of many ranks take it for
+// one portion of them at a time and let changes that wait go first.
 type Tracker struct {
-	mu       sync.Mutex // guards the fields below; nothing is called while it is held
-	books    map[worker.ID]*Book
-	bookings map[string]*booking // by reservation ID
+	cfg Config
+
+	gate sync.Mutex // orders those who wait for mu; never taken with mu held
+	mu   sync.Mutex // guards the fields below; nothing is called while it is held
+
+	books     map[worker.ID]*Book
+	bookings  shrinking[string, *booking] // by reservation ID
+	prompts   forest                      // blocks of all bookings that have hashes
+	slots     []*rankBook                 // nil where free
+	freeSlots []uint32
+	moves     uint64   // counts the changes of slots
+	expired   uint64   // reservations that did
+	spare     *booking // ended bookings, linked by next
+	spares    int
 }
 
-// New returns a tracker that knows no ranks.
-func New() *Tracker {
-	return &Tracker{books: map[worker.ID]*Book{}, bookings: map[string]*booking{}}
+// New returns a tracker that knows no ranks. cfg is valid.
+func New(cfg Config) *Tracker {
+	return &Tracker{cfg: cfg, books: map[worker.ID]*Book{}}
+}
+
+// lock takes mu. Who has to wait holds the gate, and breathe passes through it.
+func (t *Tracker) lock() {
+	if t.mu.TryLock() {
+		return
+	}
+	t.gate.Lock()
+	t.mu.Lock()
+	t.gate.Unlock()
+}
+
+// breathe lets go of mu for those who wait, and takes it again. What it guards may have changed.
+func (t *Tracker) breathe() {
+	t.mu.Unlock()
+	t.gate.Lock()
+	t.mu.Lock()
+	t.gate.Unlock()
 }
 
 // Book is the part of a tracker that belongs to one worker.
 type Book struct {
 	requests atomic.Int64
-	ranks    map[uint32]*Load // guarded by the tracker's lock
+	ranks    map[uint32]*rankBook // guarded by the tracker's lock
 }
 
 // Requests is the number of live reservations on all ranks of the worker. It takes no lock.
 func (b *Book) Requests() int64 { return b.requests.Load() }
 
-type booking struct {
-	Reservation
+// rankBook is what one rank has been promised.
+type rankBook struct {
+	worker.Rank
+	slot     uint32
 	book     *Book
-	load     *Load
-	progress time.Time // of the reservation, its last token or its last block
-	prefill  bool      // PrefillTokens are still counted
+	requests uint64
+	blocks   wide // each as if it weighed whole
+	less     wide // what they weigh less, in units of weight
+	prefills prefills
+	lasting  bookings // those that do not expire
+	expiring bookings // those that do, oldest first
+	checked  time.Time
+}
+
+func (r *rankBook) load(now time.Time) Load {
+	return Load{PrefillTokens: r.prefills.tokens(now), DecodeBlocks: r.decodeBlocks(), Requests: r.requests}
+}
+
+// decodeBlocks is the weight of all blocks, rounded half up.
+func (r *rankBook) decodeBlocks() uint64 {
+	if r.less == (wide{}) {
+		return r.blocks.capped()
+	}
+	return r.blocks.short(r.less.plus(wide{lo: whole/2 - 1}).over(whole))
 }
 
 // Register makes the ranks of w known and returns its book. A worker that declares none has rank
 // 0, and those added with AddRank; one that picks its own rank has only worker.AnyDP. If w is
 // known already, ranks that it still has keep their reservations and the others lose theirs.
-func (t *Tracker) Register(w *worker.Worker) *Book {
-	t.mu.Lock()
+func (t *Tracker) Register(w *worker.Worker, now time.Time) *Book {
+	t.lock()
 	defer t.mu.Unlock()
 	b := t.books[w.ID]
 	if b == nil {
-		b = &Book{ranks: map[uint32]*Load{}}
+		b = &Book{ranks: map[uint32]*rankBook{}}
 		t.books[w.ID] = b
 	}
 	first, size := w.DPStart, w.DPSize
@@ -100,19 +160,17 @@ func (t *Tracker) Register(w *worker.Worker) *Book {
 	case size == 0:
 		first, size = 0, 1
 	}
-	kept := func(dp uint32) bool {
-		undeclared := w.DPSize == 0 && w.RankRouting != worker.RankByEngine
-		return dp >= first && dp-first < size || undeclared && dp != worker.AnyDP
-	}
-	for id, r := range t.bookings {
-		if r.book == b && !kept(r.Rank.DP) {
-			t.freeLocked(id, r)
+	undeclared := w.DPSize == 0 && w.RankRouting != worker.RankByEngine
+	for dp, r := range b.ranks {
+		if !(dp >= first && dp-first < size || undeclared && dp != worker.AnyDP) {
+			t.dropRankLocked(r)
 		}
 	}
-	maps.DeleteFunc(b.ranks, func(dp uint32, _ *Load) bool { return !kept(dp) })
+	ranks := make([]rankBook, 0, size) // side by side, since reads go over all of them
 	for i := range size {
 		if b.ranks[first+i] == nil {
-			b.ranks[first+i] = &Load{}
+			ranks = append(ranks, rankBook{Rank: worker.Rank{Worker: w.ID, DP: first + i}, book: b, checked: now})
+			t.addRankLocked(&ranks[len(ranks)-1])
 		}
 	}
 	return b
@@ -120,8 +178,8 @@ func (t *Tracker) Register(w *worker.Worker) *Book {
 
 // AddRank makes one more rank of a registered worker known: one that its engine reports although
 // it is not declared. It reports false if the worker is unknown or has worker.MaxDPSize ranks.
-func (t *Tracker) AddRank(r worker.Rank) bool {
-	t.mu.Lock()
+func (t *Tracker) AddRank(r worker.Rank, now time.Time) bool {
+	t.lock()
 	defer t.mu.Unlock()
 	b := t.books[r.Worker]
 	if b == nil {
@@ -131,180 +189,54 @@ func (t *Tracker) AddRank(r worker.Rank) bool {
 		if len(b.ranks) >= worker.MaxDPSize {
 			return false
 		}
-		b.ranks[r.DP] = &Load{}
+		t.addRankLocked(&rankBook{Rank: r, book: b, checked: now})
 	}
 	return true
 }
 
 // Unregister forgets a worker and every reservation on it.
 func (t *Tracker) Unregister(id worker.ID) {
-	t.mu.Lock()
+	t.lock()
 	defer t.mu.Unlock()
-	for key, r := range t.bookings {
-		if r.Rank.Worker == id {
-			t.freeLocked(key, r)
-		}
+	b := t.books[id]
+	if b == nil {
+		return
+	}
+	for _, r := range b.ranks {
+		t.dropRankLocked(r)
 	}
 	delete(t.books, id)
 }
 
-// Reserve books r. It returns ErrBusy if the rank is over limit already (r is not counted: a long
-// prompt may start on an idle rank), ErrDuplicate if the ID is booked, and ErrUnknownRank; then
-// nothing has changed. Check and booking are one step, so a burst cannot slip through.
-func (t *Tracker) Reserve(r Reservation, limit Limit, now time.Time) error {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	book := t.books[r.Rank.Worker]
-	if book == nil {
-		return ErrUnknownRank
+func (t *Tracker) addRankLocked(r *rankBook) {
+	t.moves++
+	r.book.ranks[r.DP] = r
+	if last := len(t.freeSlots) - 1; last >= 0 {
+		r.slot = t.freeSlots[last]
+		t.freeSlots = t.freeSlots[:last]
+		t.slots[r.slot] = r
+		return
 	}
-	load := book.ranks[r.Rank.DP]
-	if load == nil {
-		return ErrUnknownRank
-	}
-	if _, ok := t.bookings[r.ID]; ok {
-		return ErrDuplicate
-	}
-	if load.over(limit) {
-		return ErrBusy
-	}
-	load.PrefillTokens += r.PrefillTokens
-	load.DecodeBlocks += r.DecodeBlocks
-	load.Requests++
-	book.requests.Add(1)
-	t.bookings[r.ID] = &booking{Reservation: r, book: book, load: load, progress: now, prefill: true}
-	return nil
+	r.slot = uint32(len(t.slots))
+	t.slots = append(t.slots, r)
 }
 
-// PrefillDone takes the prefill tokens of a reservation off its rank, once. It reports whether
-// the load changed, and whose.
-func (t *Tracker) PrefillDone(id string, now time.Time) (worker.Rank, bool) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	b := t.bookings[id]
-	if b == nil {
-		return worker.Rank{}, false
-	}
-	b.progress = now
-	if !b.prefill {
-		return b.Rank, false
-	}
-	b.prefill = false
-	b.load.PrefillTokens -= b.PrefillTokens
-	return b.Rank, true
-}
-
-// Grow adds KV blocks of generated tokens to a reservation. It reports whether the load changed,
-// and whose.
-func (t *Tracker) Grow(id string, blocks uint64, now time.Time) (worker.Rank, bool) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	b := t.bookings[id]
-	if b == nil {
-		return worker.Rank{}, false
-	}
-	b.progress = now
-	b.DecodeBlocks += blocks
-	b.load.DecodeBlocks += blocks
-	return b.Rank, blocks > 0
-}
-
-// Free gives back all that a reservation holds and forgets it. It reports false if it is not
-// booked: freed before, or gone with its worker.
-func (t *Tracker) Free(id string) (worker.Rank, bool) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	b := t.bookings[id]
-	if b == nil {
-		return worker.Rank{}, false
-	}
-	t.freeLocked(id, b)
-	return b.Rank, true
-}
-
-func (t *Tracker) freeLocked(id string, b *booking) {
-	if b.prefill {
-		b.load.PrefillTokens -= b.PrefillTokens
-	}
-	b.load.DecodeBlocks -= b.DecodeBlocks
-	b.load.Requests--
-	b.book.requests.Add(-1)
-	delete(t.bookings, id)
-}
-
-// Idle lists the reservations that have made no progress since the given time: candidates for a
-// leak, if their request has ended too.
-func (t *Tracker) Idle(since time.Time) []string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	var ids []string
-	for id, b := range t.bookings {
-		if b.progress.Before(since) {
-			ids = append(ids, id)
+// dropRankLocked forgets a rank and all that is booked on it.
+func (t *Tracker) dropRankLocked(r *rankBook) {
+	t.moves++
+	for _, l := range []*bookings{&r.lasting, &r.expiring} {
+		for l.front != nil {
+			t.freeLocked(l.front, l.front.progress)
 		}
 	}
-	return ids
+	delete(r.book.ranks, r.DP)
+	t.slots[r.slot] = nil
+	t.freeSlots = append(t.freeSlots, r.slot)
 }
 
-// Held tells whether a rank has a reservation that has made no progress since the given time.
-func (t *Tracker) Held(r worker.Rank, since time.Time) bool {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	for _, b := range t.bookings {
-		if b.Rank == r && b.progress.Before(since) {
-			return true
-		}
-	}
-	return false
-}
-
-// Load is what a rank has been promised; zero for an unknown one.
-func (t *Tracker) Load(r worker.Rank) Load {
-	t.mu.Lock()
-	defer t.mu.Unlock()
+func (t *Tracker) rankLocked(r worker.Rank) *rankBook {
 	if b := t.books[r.Worker]; b != nil {
-		if l := b.ranks[r.DP]; l != nil {
-			return *l
-		}
+		return b.ranks[r.DP]
 	}
-	return Load{}
-}
-
-// Promised is Load as the busy rule asks for it.
-func (t *Tracker) Promised(r worker.Rank) (decodeBlocks, prefillTokens uint64) {
-	l := t.Load(r)
-	return l.DecodeBlocks, l.PrefillTokens
-}
-
-// RankLoad is the load of one rank of a worker.
-type RankLoad struct {
-	DP uint32
-	Load
-}
-
-// Ranks appends to dst the loads of the ranks of one worker, by DP; nothing for an unknown one.
-func (t *Tracker) Ranks(id worker.ID, dst []RankLoad) []RankLoad {
-	from := len(dst)
-	t.mu.Lock()
-	if b := t.books[id]; b != nil {
-		for dp, l := range b.ranks {
-			dst = append(dst, RankLoad{dp, *l})
-		}
-	}
-	t.mu.Unlock()
-	slices.SortFunc(dst[from:], func(a, b RankLoad) int { return cmp.Compare(a.DP, b.DP) })
-	return dst
-}
-
-// Loads are the loads of all ranks that are known, in no order.
-func (t *Tracker) Loads() map[worker.Rank]Load {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	all := make(map[worker.Rank]Load, len(t.books))
-	for id, b := range t.books {
-		for dp, l := range b.ranks {
-			all[worker.Rank{Worker: id, DP: dp}] = *l
-		}
-	}
-	return all
+	return nil
 }

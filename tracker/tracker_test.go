@@ -46,18 +46,18 @@ func TestReserve(t *testing.T) {
 		{"any rank of a worker that does not pick", reservation("a", rank(1, 0), 1, 1), reservation("b", rank(1, worker.AnyDP), 1, 1), limit, tracker.ErrUnknownRank},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			tr := tracker.New()
-			book := tr.Register(&worker.Worker{ID: 1, DPSize: 2})
+			tr := tracker.New(tracker.DefaultConfig())
+			book := tr.Register(&worker.Worker{ID: 1, DPSize: 2}, start)
 			if err := tr.Reserve(tt.booked, tracker.NoLimit, start); err != nil {
 				t.Fatalf("Reserve(%+v) = %v", tt.booked, err)
 			}
-			before := tr.Loads()
+			before := tr.Loads(start)
 			err := tr.Reserve(tt.asked, tt.limit, start)
 			if !errors.Is(err, tt.want) {
 				t.Errorf("Reserve(%+v) after %+v = %v, want %v", tt.asked, tt.booked, err, tt.want)
 			}
-			if err != nil && !maps.Equal(before, tr.Loads()) {
-				t.Errorf("loads after %v = %v, want %v as before", err, tr.Loads(), before)
+			if err != nil && !maps.Equal(before, tr.Loads(start)) {
+				t.Errorf("loads after %v = %v, want %v as before", err, tr.Loads(start), before)
 			}
 			if want := int64(1); err != nil && book.Requests() != want {
 				t.Errorf("Requests() after %v = %d, want %d", err, book.Requests(), want)
@@ -68,42 +68,49 @@ func TestReserve(t *testing.T) {
 
 // TestLife follows one reservation. Each step may come twice, and late.
 func TestLife(t *testing.T) {
-	tr := tracker.New()
-	book := tr.Register(&worker.Worker{ID: 1, DPSize: 1})
+	tr := tracker.New(tracker.DefaultConfig())
+	book := tr.Register(&worker.Worker{ID: 1, DPSize: 1}, start)
 	r := rank(1, 0)
 	if err := tr.Reserve(reservation("a", r, 200, 12), tracker.NoLimit, start); err != nil {
 		t.Fatal(err)
 	}
 	for _, tt := range []struct {
 		name string
-		call func() (worker.Rank, bool)
-		want bool
+		call func() (worker.Rank, tracker.Effect)
+		want tracker.Effect
 		load tracker.Load
 	}{
-		{"grow", func() (worker.Rank, bool) { return tr.Grow("a", 1, start) }, true, tracker.Load{PrefillTokens: 200, DecodeBlocks: 13, Requests: 1}},
-		{"grow by nothing", func() (worker.Rank, bool) { return tr.Grow("a", 0, start) }, false, tracker.Load{PrefillTokens: 200, DecodeBlocks: 13, Requests: 1}},
-		{"first token", func() (worker.Rank, bool) { return tr.PrefillDone("a", start) }, true, tracker.Load{DecodeBlocks: 13, Requests: 1}},
-		{"first token again", func() (worker.Rank, bool) { return tr.PrefillDone("a", start) }, false, tracker.Load{DecodeBlocks: 13, Requests: 1}},
-		{"unknown", func() (worker.Rank, bool) { return tr.Free("b") }, false, tracker.Load{DecodeBlocks: 13, Requests: 1}},
-		{"free", func() (worker.Rank, bool) { return tr.Free("a") }, true, tracker.Load{}},
-		{"free again", func() (worker.Rank, bool) { return tr.Free("a") }, false, tracker.Load{}},
-		{"late token", func() (worker.Rank, bool) { return tr.PrefillDone("a", start) }, false, tracker.Load{}},
-		{"late growth", func() (worker.Rank, bool) { return tr.Grow("a", 5, start) }, false, tracker.Load{}},
+		{"grow", func() (worker.Rank, tracker.Effect) { return tr.Grow("a", 1, nil, start) }, tracker.Changed, tracker.Load{PrefillTokens: 200, DecodeBlocks: 13, Requests: 1}},
+		{"grow by nothing", func() (worker.Rank, tracker.Effect) { return tr.Grow("a", 0, nil, start) }, tracker.Unchanged, tracker.Load{PrefillTokens: 200, DecodeBlocks: 13, Requests: 1}},
+		{"first token", func() (worker.Rank, tracker.Effect) { return tr.PrefillDone("a", start) }, tracker.Changed, tracker.Load{DecodeBlocks: 13, Requests: 1}},
+		{"first token again", func() (worker.Rank, tracker.Effect) { return tr.PrefillDone("a", start) }, tracker.Unchanged, tracker.Load{DecodeBlocks: 13, Requests: 1}},
+		{"unknown", func() (worker.Rank, tracker.Effect) { return freed(tr.Free("b", start)) }, tracker.Unknown, tracker.Load{DecodeBlocks: 13, Requests: 1}},
+		{"free", func() (worker.Rank, tracker.Effect) { return freed(tr.Free("a", start)) }, tracker.Changed, tracker.Load{}},
+		{"free again", func() (worker.Rank, tracker.Effect) { return freed(tr.Free("a", start)) }, tracker.Unknown, tracker.Load{}},
+		{"late token", func() (worker.Rank, tracker.Effect) { return tr.PrefillDone("a", start) }, tracker.Unknown, tracker.Load{}},
+		{"late growth", func() (worker.Rank, tracker.Effect) { return tr.Grow("a", 5, nil, start) }, tracker.Unknown, tracker.Load{}},
 	} {
-		got, changed := tt.call()
-		if changed != tt.want || changed && got != r {
-			t.Errorf("%s = %+v, %v, want %v", tt.name, got, changed, tt.want)
+		got, effect := tt.call()
+		if effect != tt.want || effect != tracker.Unknown && got != r {
+			t.Errorf("%s = %+v, %v, want %v", tt.name, got, effect, tt.want)
 		}
-		if load := tr.Load(r); load != tt.load {
+		if load := tr.Load(r, start); load != tt.load {
 			t.Errorf("load after %s = %+v, want %+v", tt.name, load, tt.load)
 		}
-		if a, p := tr.Promised(r); a != tt.load.DecodeBlocks || p != tt.load.PrefillTokens {
+		if a, p := tr.Promised(r, start); a != tt.load.DecodeBlocks || p != tt.load.PrefillTokens {
 			t.Errorf("Promised after %s = %d, %d, want %+v", tt.name, a, p, tt.load)
 		}
 		if got := book.Requests(); got != int64(tt.load.Requests) {
 			t.Errorf("Requests() after %s = %d, want %d", tt.name, got, tt.load.Requests)
 		}
 	}
+}
+
+func freed(r worker.Rank, ok bool) (worker.Rank, tracker.Effect) {
+	if ok {
+		return r, tracker.Changed
+	}
+	return r, tracker.Unknown
 }
 
 // TestRegister lists the ranks of a worker by its record, and what an earlier one leaves.
@@ -131,8 +138,8 @@ func TestRegister(t *testing.T) {
 		{"moved", []*worker.Worker{declared, {ID: 1, DPStart: 5, DPSize: 2}}, nil, map[uint32]uint64{5: 1, 6: 0}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			tr := tracker.New()
-			tr.Register(&worker.Worker{ID: 2})
+			tr := tracker.New(tracker.DefaultConfig())
+			tr.Register(&worker.Worker{ID: 2}, start)
 			if err := tr.Reserve(reservation("other", rank(2, 0), 1, 1), tracker.NoLimit, start); err != nil {
 				t.Fatal(err)
 			}
@@ -140,11 +147,11 @@ func TestRegister(t *testing.T) {
 			for i, w := range tt.records {
 				if i > 0 {
 					for _, dp := range tt.add {
-						if !tr.AddRank(rank(1, dp)) {
+						if !tr.AddRank(rank(1, dp), start) {
 							t.Fatalf("AddRank(%d) = false", dp)
 						}
 					}
-					for r := range tr.Loads() {
+					for r := range tr.Loads(start) {
 						if r.Worker == 1 {
 							if err := tr.Reserve(reservation(string(rune('a'+r.DP)), r, 10, 1), tracker.NoLimit, start); err != nil {
 								t.Fatal(err)
@@ -152,10 +159,10 @@ func TestRegister(t *testing.T) {
 						}
 					}
 				}
-				book = tr.Register(w)
+				book = tr.Register(w, start)
 			}
 			got, total := map[uint32]uint64{}, uint64(0)
-			for r, load := range tr.Loads() {
+			for r, load := range tr.Loads(start) {
 				if r.Worker == 1 {
 					got[r.DP], total = load.Requests, total+load.Requests
 				}
@@ -164,7 +171,7 @@ func TestRegister(t *testing.T) {
 				t.Errorf("requests by rank = %v (%d), want %v", got, book.Requests(), tt.want)
 			}
 			tr.Unregister(1)
-			if got := tr.Loads(); len(got) != 1 || got[rank(2, 0)].Requests != 1 {
+			if got := tr.Loads(start); len(got) != 1 || got[rank(2, 0)].Requests != 1 {
 				t.Errorf("loads after Unregister = %v, want the other worker's alone", got)
 			}
 			tr.Unregister(1)
@@ -173,25 +180,25 @@ func TestRegister(t *testing.T) {
 }
 
 func TestAddRankIsBounded(t *testing.T) {
-	tr := tracker.New()
-	tr.Register(&worker.Worker{ID: 1})
-	if tr.AddRank(rank(2, 0)) {
+	tr := tracker.New(tracker.DefaultConfig())
+	tr.Register(&worker.Worker{ID: 1}, start)
+	if tr.AddRank(rank(2, 0), start) {
 		t.Error("AddRank of an unknown worker = true, want false")
 	}
 	for dp := range uint32(worker.MaxDPSize) {
-		if !tr.AddRank(rank(1, dp)) {
+		if !tr.AddRank(rank(1, dp), start) {
 			t.Fatalf("AddRank(%d) = false, want true", dp)
 		}
 	}
-	if tr.AddRank(rank(1, worker.MaxDPSize)) || !tr.AddRank(rank(1, 7)) {
+	if tr.AddRank(rank(1, worker.MaxDPSize), start) || !tr.AddRank(rank(1, 7), start) {
 		t.Error("AddRank beyond MaxDPSize = true, or of a known rank = false")
 	}
 }
 
 // TestIdle: progress is the booking, a token or a block.
 func TestIdle(t *testing.T) {
-	tr := tracker.New()
-	tr.Register(&worker.Worker{ID: 1})
+	tr := tracker.New(tracker.DefaultConfig())
+	tr.Register(&worker.Worker{ID: 1}, start)
 	at := func(s int) time.Time { return start.Add(time.Duration(s) * time.Second) }
 	for i, id := range []string{"a", "b", "c"} {
 		if err := tr.Reserve(reservation(id, rank(1, 0), 1, 1), tracker.NoLimit, at(i)); err != nil {
@@ -199,7 +206,7 @@ func TestIdle(t *testing.T) {
 		}
 	}
 	tr.PrefillDone("a", at(10))
-	tr.Grow("b", 0, at(20))
+	tr.Grow("b", 0, nil, at(20))
 	for _, tt := range []struct {
 		since int
 		want  []string
@@ -216,8 +223,8 @@ func TestIdle(t *testing.T) {
 
 // TestConcurrent books on one rank from many goroutines: exactly as many get in as fit.
 func TestConcurrent(t *testing.T) {
-	tr := tracker.New()
-	book := tr.Register(&worker.Worker{ID: 1})
+	tr := tracker.New(tracker.DefaultConfig())
+	book := tr.Register(&worker.Worker{ID: 1}, start)
 	var wg sync.WaitGroup
 	var mu sync.Mutex
 	var admitted []string
@@ -237,29 +244,29 @@ func TestConcurrent(t *testing.T) {
 	}
 	for _, id := range admitted {
 		for range 3 {
-			wg.Go(func() { tr.PrefillDone(id, start); tr.Grow(id, 2, start); tr.Free(id) })
+			wg.Go(func() { tr.PrefillDone(id, start); tr.Grow(id, 2, nil, start); tr.Free(id, start) })
 		}
 	}
 	wg.Wait()
-	if load := tr.Load(rank(1, 0)); load != (tracker.Load{}) || book.Requests() != 0 {
+	if load := tr.Load(rank(1, 0), start); load != (tracker.Load{}) || book.Requests() != 0 {
 		t.Errorf("load = %+v, Requests() = %d, want none", load, book.Requests())
 	}
 }
 
 func TestRanks(t *testing.T) {
-	tr := tracker.New()
-	tr.Register(&worker.Worker{ID: 1, DPStart: 2, DPSize: 3})
-	tr.Register(&worker.Worker{ID: 2})
+	tr := tracker.New(tracker.DefaultConfig())
+	tr.Register(&worker.Worker{ID: 1, DPStart: 2, DPSize: 3}, start)
+	tr.Register(&worker.Worker{ID: 2}, start)
 	if err := tr.Reserve(reservation("a", rank(1, 3), 5, 7), tracker.NoLimit, start); err != nil {
 		t.Fatal(err)
 	}
 	first := tracker.RankLoad{DP: 9}
-	got := tr.Ranks(1, []tracker.RankLoad{first})
+	got := tr.Ranks(1, start, []tracker.RankLoad{first})
 	want := []tracker.RankLoad{first, {DP: 2}, {DP: 3, Load: tracker.Load{PrefillTokens: 5, DecodeBlocks: 7, Requests: 1}}, {DP: 4}}
 	if !slices.Equal(got, want) {
 		t.Errorf("Ranks(1) = %+v, want %+v", got, want)
 	}
-	if got := tr.Ranks(3, nil); len(got) != 0 {
+	if got := tr.Ranks(3, start, nil); len(got) != 0 {
 		t.Errorf("Ranks of an unknown worker = %+v, want none", got)
 	}
 }
