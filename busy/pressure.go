@@ -43,7 +43,7 @@ func (l *List) pressure(id worker.ID, now time.Time) (least Pressure, ok bool) {
 	if e == nil {
 		return least, false
 	}
-	promised := l.promisedLocked(e)
+	promised := l.promisedLocked(e, now)
 	for _, r := range e.ranks {
 		p := l.thresholds.pressure(l.reportLocked(e, r, promised, now))
 		switch beyond := r.checks & (CheckBackpressure | CheckStale); {
