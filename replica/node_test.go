@@ -30,6 +30,8 @@ type node struct {
 	stop func()     // ends Run and waits for it
 	hold sync.Mutex // locked by a test that lets no delivery go on
 
+	apply func(batch []wire.ReplicaEvent) // is given what is heard, too; or nil
+
 	mu    sync.Mutex
 	heard []wire.ReplicaEvent // but for marks
 	marks map[string]bool     // those heard, see markID
@@ -56,6 +58,9 @@ func (n *node) pass() {
 
 func (n *node) deliver(batch []wire.ReplicaEvent) {
 	n.pass()
+	if n.apply != nil {
+		n.apply(batch)
+	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for _, e := range batch {
