@@ -137,9 +137,9 @@ func (c *Client) DoInto(ctx context.Context, req *Request, resp *Response) error
 		return ended(ctx)
 	}
 	cn := c.take()
-	reused := cn != nil
 	for {
-		if cn == nil {
+		reused := cn != nil
+		if !reused {
 			var err error
 			if cn, err = c.dial(ctx, req.HeadDeadline); err != nil {
 				return err
@@ -147,10 +147,16 @@ func (c *Client) DoInto(ctx context.Context, req *Request, resp *Response) error
 		}
 		*resp = Response{conn: cn, ctx: ctx, reused: reused}
 		err := resp.exchange(req)
-		if err == nil || !reused || !resp.lost {
+		switch {
+		case err == nil, !reused:
+			return err
+		case err == errStale: // it does not count: the worker has seen nothing
+			cn = c.take()
+		case resp.lost:
+			cn = nil
+		default:
 			return err
 		}
-		cn, reused = nil, false
 	}
 }
 

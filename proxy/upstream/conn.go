@@ -32,6 +32,7 @@ type conn struct {
 	// Functions for the runtime, made once per connection, and what they work on.
 	abort  func()                // closes sock; run by context.AfterFunc
 	writev func(fd uintptr) bool // one non-blocking write of out
+	turn   func(fd uintptr) bool // probe, writev, and readin when the answer comes; nil with TLS
 	probe  func(fd uintptr) bool // one non-blocking read of a byte
 	readin func(fd uintptr) bool // one non-blocking read into in; nil with TLS
 	in     *input
@@ -40,7 +41,12 @@ type conn struct {
 	wrote  int
 	outErr error
 	silent bool
+	asked  bool // turn has written all of out
 }
+
+// errStale means that an idle connection was found closed, or with something unasked on it; nothing
+// was sent.
+var errStale = errors.New("upstream: stale connection")
 
 // dial makes a connection to the worker, until the given time if it is not zero. Its errors are
 // ErrDial and the context's.
@@ -72,7 +78,7 @@ func (c *Client) dial(ctx context.Context, until time.Time) (*conn, error) {
 	cn.writev = cn.writeOnce
 	cn.probe = cn.readOnce
 	if c.tls == nil {
-		cn.readin = cn.fillOnce
+		cn.readin, cn.turn = cn.fillOnce, cn.turnOnce
 	}
 	return cn, nil
 }
@@ -94,15 +100,13 @@ func dialError(ctx context.Context, addr string, err error) error {
 // does, would have to wait for.
 func (cn *conn) close() { _ = cn.nc.Close() }
 
-// quiet reports whether an idle connection is open and nothing has come in: a worker that
-// closed it, or that says something unasked, must not be taken for one that answers.
+// quiet reports whether an idle connection with TLS is open and nothing has come in: a worker that
+// closed it, or that says something unasked, must not be taken for one that answers. Without TLS
+// ask finds out.
 func (cn *conn) quiet() bool {
 	cn.silent = false
 	if err := cn.raw.Read(cn.probe); err != nil || !cn.silent {
 		return false
-	}
-	if cn.nc == cn.sock {
-		return true
 	}
 	// TLS may hold decrypted or whole records of its own; with a deadline in the past it
 	// looks no further than that.
@@ -159,6 +163,40 @@ func (cn *conn) fillOnce(fd uintptr) bool {
 	}
 }
 
+// ask is send on a connection that was idle, which then waits for the first bytes of the answer. It
+// is one call of the runtime's and does no read that cannot find anything: the probe has found
+// nothing, so whatever comes after it will be told. errStale means that nothing was sent.
+func (cn *conn) ask(head *headBuffer, body []byte, in *input) (chan error, error) {
+	cn.out[0], cn.out[1] = head.b, body
+	cn.wrote, cn.outErr, cn.silent, cn.asked = 0, nil, false, false
+	cn.in, cn.inErr = in, nil
+	err := cn.raw.Read(cn.turn)
+	cn.out, cn.in = [2][]byte{}, nil
+	switch {
+	case err != nil: // closed by us, or the deadline has passed
+	case !cn.silent:
+		err = errStale
+	case !cn.asked:
+		return cn.sent(head, body, cn.outErr)
+	default:
+		err = cn.inErr
+	}
+	head.release()
+	return nil, err
+}
+
+func (cn *conn) turnOnce(fd uintptr) bool {
+	if cn.asked {
+		return cn.fillOnce(fd)
+	}
+	if cn.readOnce(fd); !cn.silent {
+		return true
+	}
+	cn.writeOnce(fd)
+	cn.asked = cn.outErr == nil && cn.wrote == len(cn.out[0])+len(cn.out[1])
+	return !cn.asked
+}
+
 // send writes head and body. What does not fit into the socket at once is written by a
 // second goroutine, so that an answer which comes first is seen; its result comes from the
 // returned channel, which is nil if all was written. A connection that the worker has shut
@@ -174,6 +212,11 @@ func (cn *conn) send(head *headBuffer, body []byte) (chan error, error) {
 	if err == nil {
 		err = cn.outErr
 	}
+	return cn.sent(head, body, err)
+}
+
+// sent deals with what a write has left.
+func (cn *conn) sent(head *headBuffer, body []byte, err error) (chan error, error) {
 	n := cn.wrote
 	switch {
 	case err != nil:

@@ -9,8 +9,9 @@ func (c *Client) Idle() int {
 	return len(c.idle)
 }
 
-// take returns the connection that became idle last, or nil if no live one is left. The
-// newest is the least likely to be dropped by the worker, and the oldest can expire.
+// take returns the connection that became idle last, or nil if none is left. The newest is the
+// least likely to be dropped by the worker, and the oldest can expire. Without TLS only asking
+// tells whether it is alive.
 func (c *Client) take() *conn {
 	for {
 		c.mu.Lock()
@@ -24,7 +25,7 @@ func (c *Client) take() *conn {
 		c.idle = c.idle[:n-1]
 		c.mu.Unlock()
 		// The sweep may be late; the age is what counts.
-		if time.Since(cn.idleSince) < c.cfg.IdleTimeout && cn.quiet() {
+		if time.Since(cn.idleSince) < c.cfg.IdleTimeout && (cn.turn != nil || cn.quiet()) {
 			return cn
 		}
 		cn.close()

@@ -205,7 +205,16 @@ func (r *Response) ask(req *Request) error {
 	out := headBuffers.Get().(*headBuffer)
 	out.b = req.appendTo(out.b, r.conn.client)
 	var err error
-	if r.sending, err = r.conn.send(out, req.Body); err != nil {
+	if r.reused && r.conn.turn != nil {
+		r.sending, err = r.conn.ask(out, req.Body, &r.in)
+		r.received = r.in.w > 0
+	} else {
+		r.sending, err = r.conn.send(out, req.Body)
+	}
+	switch {
+	case err == errStale:
+		return err
+	case err != nil:
 		return r.headError(err)
 	}
 	if err := r.receive(req.Method); err != nil {
