@@ -169,13 +169,16 @@ const (
 // errors by the tables of the front end, of anything else a 500 that tells the client nothing.
 // model is what the client asked for; overload is the configured overload status.
 func From(err error, model string, overload int) *Error {
+	if err == router.ErrOverloaded { // not by errors.As: refusing must be cheap
+		return &Error{Status: overload, Cause: Overload, Reason: Overloaded, Message: BusyMessage}
+	}
 	var e *Error
 	var he *echo.HTTPError
 	switch {
 	case errors.As(err, &e):
 		return e
 	case errors.Is(err, router.ErrOverloaded):
-		return &Error{Status: overload, Cause: Overload, Reason: Overloaded, Message: BusyMessage}
+		return From(router.ErrOverloaded, model, overload)
 	case errors.Is(err, router.ErrPinBusy):
 		return &Error{Status: overload, Cause: Overload, Reason: OverloadedPinned, Message: PinnedBusyMessage}
 	case errors.Is(err, router.ErrUnknownModel):

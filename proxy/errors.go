@@ -21,13 +21,30 @@ type flatBody struct {
 	Details map[string]any `json:"details,omitempty"`
 }
 
+// measured is the body of an answer with its Content-Length.
+type measured struct {
+	body   []byte
+	length []string
+}
+
+func measure(body []byte) measured { return measured{body, []string{strconv.Itoa(len(body))}} }
+
 // body renders e. The status stands in the body too.
-func (s *Server) body(e *httperr.Error, d dialect) []byte {
+func (s *Server) body(e *httperr.Error, d dialect) measured {
 	if e.Reason == httperr.Overloaded || e.Reason == httperr.WorkerOverloaded {
 		return s.overloadBody[d] // rendered once: refusing must be cheap
 	}
-	return d.error(s.cfg.ErrorEnvelope, e)
+	return measure(d.error(s.cfg.ErrorEnvelope, e))
 }
+
+// reasonHeaders are the values of X-Spillway-Reason and X-Llm-D-Request-Dropped-Reason, made once.
+var reasonHeaders = func() map[httperr.Reason][2][]string {
+	m := map[httperr.Reason][2][]string{}
+	for _, r := range httperr.Reasons {
+		m[r] = [2][]string{{string(r)}, {r.Dropped()}}
+	}
+	return m
+}()
 
 // handleError is the echo.HTTPErrorHandler of the server: every error a handler or echo itself
 // returns becomes an answer here, unless one is under way.
@@ -69,8 +86,8 @@ func (s *Server) answer(w http.ResponseWriter, e *httperr.Error, d dialect) {
 		h["Www-Authenticate"] = bearerScheme
 	}
 	if e.Reason != "" {
-		h["X-Spillway-Reason"] = []string{string(e.Reason)}
-		h["X-Llm-D-Request-Dropped-Reason"] = []string{e.Reason.Dropped()}
+		values := reasonHeaders[e.Reason]
+		h["X-Spillway-Reason"], h["X-Llm-D-Request-Dropped-Reason"] = values[0], values[1]
 		switch {
 		case e.Reason.Rejected():
 			s.retryAfter(h, e.RetryAfter)
@@ -85,10 +102,10 @@ func (s *Server) answer(w http.ResponseWriter, e *httperr.Error, d dialect) {
 			h["Connection"] = []string{"close"}
 		}
 	}
-	body := s.body(e, d)
-	h["Content-Length"] = []string{strconv.Itoa(len(body))}
+	b := s.body(e, d)
+	h["Content-Length"] = b.length
 	w.WriteHeader(e.Status)
-	if _, err := w.Write(body); err != nil {
+	if _, err := w.Write(b.body); err != nil {
 		s.log.Debug("client left before its answer", slog.Any("err", err))
 	}
 }

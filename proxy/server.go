@@ -46,11 +46,11 @@ type Server struct {
 	tls          *tls.Config // nil if TLS is not served
 	apiKey       secret
 	adminToken   secret
-	overload     int                   // status of refusals because of load
-	overloadBody [anthropic + 1][]byte // of the documented refusal, by dialect
-	trackOutput  bool                  // generated tokens are booked as KV blocks
-	retryValue   []string              // of Retry-After, if it is fixed
-	autoRetry    bool                  // else it follows the room that is freed
+	overload     int                     // status of refusals because of load
+	overloadBody [anthropic + 1]measured // the body of the documented refusal, by dialect
+	trackOutput  bool                    // generated tokens are booked as KV blocks
+	retryValue   []string                // of Retry-After, if it is fixed
+	autoRetry    bool                    // else it follows the room that is freed
 	metrics      *metrics
 	registry     *prometheus.Registry
 
@@ -83,9 +83,9 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 		overload: cfg.overloadStatus(log), retryValue: []string{cfg.RetryAfter}, autoRetry: cfg.RetryAfter == "auto", trackOutput: r.TracksOutput(), access: accessLog{log: log},
 	}
 	for d := range s.overloadBody {
-		s.overloadBody[d] = dialect(d).error(cfg.ErrorEnvelope, &httperr.Error{
+		s.overloadBody[d] = measure(dialect(d).error(cfg.ErrorEnvelope, &httperr.Error{
 			Status: s.overload, Cause: httperr.Overload, Message: httperr.BusyMessage,
-		})
+		}))
 	}
 	s.metrics = newMetrics(reg, s)
 	s.models.made = s.metrics.newModel
