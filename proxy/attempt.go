@@ -73,7 +73,7 @@ func (x *exchange) admit(h hints) error {
 	var first, last *failure
 	var failedAt time.Time // of last
 	for {
-		err := x.reserve()
+		err := x.reserve(now)
 		if first == nil && (err == nil || errors.Is(err, router.ErrOverloaded) || errors.Is(err, router.ErrPinBusy)) {
 			x.counts.issued[x.ep.index].Add(1) // it has reached admission
 		}
@@ -97,8 +97,8 @@ func (x *exchange) admit(h hints) error {
 		if !last.retry || h.worker != "" || x.attempts > x.retries(last) || x.req.Context().Err() != nil {
 			return first
 		}
-		failedAt = time.Now()
-		if x.expired(failedAt) {
+		now = time.Now()
+		if failedAt = now; x.expired(now) {
 			return overdue(last)
 		}
 		x.migration(migrationFailed, failedAt)
@@ -117,15 +117,14 @@ func (x *exchange) retries(f *failure) int {
 }
 
 // reserve picks a rank, books the request on it, and gets leave from its worker's circuit.
-func (x *exchange) reserve() error {
+func (x *exchange) reserve(now time.Time) error {
 	if !x.routed {
 		x.routed = true
 		x.s.metrics.routerStarted.Add(1)
 	}
 	for {
-		now := time.Now()
 		err := x.book(now)
-		x.decided(err, now)
+		decided := x.decided(err, now)
 		if err == nil {
 			x.attempts++
 			x.sentAt = now
@@ -136,6 +135,7 @@ func (x *exchange) reserve() error {
 		}
 		x.release()
 		x.query.Exclude = append(x.query.Exclude, x.sel.Worker.ID)
+		now = decided
 	}
 }
 

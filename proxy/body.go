@@ -23,7 +23,7 @@ func (x *exchange) readBody() error {
 	if x.req.ContentLength > limit {
 		return x.unread(x.tooLarge())
 	}
-	x.upload.conn = http.NewResponseController(x.w.Writer)
+	x.upload.conn = *http.NewResponseController(x.w.Writer)
 	x.s.uploads.add(&x.upload)
 	defer x.s.uploads.remove(&x.upload)
 	b := x.memory.begin(x.req.ContentLength)
@@ -42,8 +42,12 @@ func (x *exchange) readBody() error {
 			}
 		}
 		if x.bytesIn >= due { // bytes that trickle in do not extend the time
+			now := x.start
+			if due > 0 {
+				now = time.Now()
+			}
 			due = x.bytesIn + bodyPart
-			if err := x.allow(time.Now().Add(x.s.cfg.ClientReadTimeout)); err != nil {
+			if err := x.allow(now.Add(x.s.cfg.ClientReadTimeout)); err != nil {
 				return err
 			}
 		}

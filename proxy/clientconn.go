@@ -116,14 +116,19 @@ func (c *clientConn) tryRead(fd uintptr) bool {
 		case syscall.EINTR:
 			continue
 		case syscall.EAGAIN:
-			c.mu.Lock()
-			defer c.mu.Unlock()
-			c.waiting = true
-			c.inErr = c.armLocked()
+			c.inErr = c.await()
 			return c.inErr != nil
 		}
 		return true
 	}
+}
+
+// await arms the deadline for a Read that has to wait.
+func (c *clientConn) await() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.waiting = true
+	return c.armLocked()
 }
 
 // unarm sees to it that no deadline which nobody asks for any more makes the next read fail.

@@ -138,7 +138,9 @@ func notReady() *httperr.Error {
 }
 
 // stopped tells whether it was the drain's end that cancelled the request, not its client.
-func (x *exchange) stopped() bool { return errors.Is(context.Cause(x.req.Context()), errStopping) }
+func (x *exchange) stopped() bool {
+	return stage(x.s.stage.Load()) == stopping && errors.Is(context.Cause(x.req.Context()), errStopping)
+}
 
 // end closes the books of the request, whatever happened to it, a panic included.
 func (x *exchange) end() {

@@ -211,12 +211,13 @@ func (x *exchange) settle() {
 	}
 }
 
-// decided notes how long it took to choose a rank, with the outcome err, since from.
-func (x *exchange) decided(err error, from time.Time) {
-	now := time.Now()
+// decided notes how long it took to choose a rank, with the outcome err, since from. It returns what
+// time it is.
+func (x *exchange) decided(err error, from time.Time) (now time.Time) {
+	now = time.Now()
 	x.s.metrics.scheduling.observe(int64(now.Sub(from)), 1)
 	if errors.Is(err, errTried) {
-		return // there will be another round
+		return now // there will be another round
 	}
 	if x.step == route {
 		x.s.metrics.routing.observe(int64(now.Sub(x.stepAt)), 1)
@@ -226,6 +227,7 @@ func (x *exchange) decided(err error, from time.Time) {
 		next = noStep
 	}
 	x.enter(next, now)
+	return now
 }
 
 // retried notes that there is a further attempt, since the last one has failed at a time.

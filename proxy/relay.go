@@ -227,9 +227,7 @@ func (x *exchange) workerHeaders(h http.Header) {
 // unary relays an answer that is not a stream. Up to 1 MiB it is held back until it is whole, so
 // that a worker that dies in the middle can be replaced.
 func (x *exchange) unary(resp *upstream.Response) error {
-	now := time.Now()
-	x.received(now)
-	x.prefillDone(now)
+	x.received(time.Now())
 	var body []byte
 	for {
 		part, err := x.next(resp, time.Time{})
@@ -242,6 +240,9 @@ func (x *exchange) unary(resp *upstream.Response) error {
 		case body == nil && resp.Complete() && int64(len(part)) == resp.ContentLength:
 			x.copyHeaders(resp)
 			return x.whole(resp.Status, part) // it came in one read: nothing to collect
+		}
+		if body == nil {
+			x.prefillDone(time.Now())
 		}
 		body = append(body, part...)
 		if len(body) > maxUnary {
@@ -260,6 +261,7 @@ func (x *exchange) whole(status int, body []byte) error {
 	} else {
 		x.out.failure = httperr.New(status, "")
 	}
+	x.release() // the worker has nothing left to do, however long the client takes to read
 	x.w.Header()["Content-Length"] = []string{strconv.Itoa(len(body))}
 	x.armWrite(time.Now())
 	x.w.WriteHeader(status)

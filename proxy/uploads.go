@@ -8,7 +8,7 @@ import (
 
 // upload is a request whose body is being read. It is part of its exchange.
 type upload struct {
-	conn       *http.ResponseController
+	conn       http.ResponseController
 	prev, next *upload // guarded by uploads.mu; nil when not in the list
 }
 
