@@ -4,7 +4,9 @@ import (
 	"errors"
 
 	"spillway/replay"
+	"spillway/replica"
 	"spillway/sim"
+	"spillway/tracker/service"
 )
 
 // Sim is the Config of `spillway sim`.
@@ -29,3 +31,20 @@ func DefaultReplay() Replay { return Replay{Replay: replay.DefaultConfig()} }
 
 // Validate returns all findings, each beginning with its key.
 func (c Replay) Validate() error { return c.Replay.Validate() }
+
+// SlotTracker is the Config of `spillway slot-tracker`.
+type SlotTracker struct {
+	Service service.Config `koanf:",squash"`
+	Replica replica.Config `koanf:",squash"`
+	Log     Log            `koanf:",squash"`
+}
+
+// DefaultSlotTracker returns the settings of a run without flags.
+func DefaultSlotTracker() SlotTracker {
+	return SlotTracker{Service: service.DefaultConfig(), Replica: replica.DefaultConfig(), Log: DefaultLog()}
+}
+
+// Validate returns all findings, each beginning with its key.
+func (c SlotTracker) Validate() error {
+	return errors.Join(c.Service.Validate(), c.Replica.Validate(), c.Log.Validate())
+}

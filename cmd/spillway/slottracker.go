@@ -1,0 +1,141 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/spf13/cobra"
+
+	"spillway/configs"
+	"spillway/httperr"
+	"spillway/replica"
+	"spillway/tracker"
+	"spillway/tracker/service"
+	"spillway/wire"
+	"spillway/worker"
+)
+
+func newSlotTracker(p process) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "slot-tracker",
+		Short: "Count the active requests of worker ranks, for routers that ask over HTTP",
+		Long: `Keeps books on what each data-parallel rank of each registered worker has been promised: KV
+blocks, with prefixes that requests share counted once, prompt tokens still to compute, and
+requests. Routers tell it of requests as they begin, get their first token and end, and ask what
+one more would make of each rank. Several of them can keep each other informed.`,
+		Example: `  spillway slot-tracker
+  spillway slot-tracker --state-file /var/lib/spillway/slots.json
+  spillway slot-tracker --replica-sync-bind tcp://0.0.0.0:8191 --replica-sync-peers tcp://other:8191
+
+  curl localhost:8091/register -H 'Content-Type: application/json' \
+    -d '{"worker_id":7,"model_name":"m","block_size":16,"dp_start":0,"dp_size":2}'
+  curl localhost:8091/add -H 'Content-Type: application/json' \
+    -d '{"model_name":"m","request_id":"r1","worker_id":7,"dp_rank":0,"sequence_hashes":[1,2,3],"new_isl_tokens":48}'
+  curl localhost:8091/loads`,
+	}
+	return command(p, cmd, configs.DefaultSlotTracker(), func(c configs.SlotTracker) configs.Log { return c.Log },
+		func(ctx context.Context, cfg configs.SlotTracker, log *slog.Logger) error {
+			return runSlotTracker(ctx, p, cfg, log)
+		})
+}
+
+func runSlotTracker(ctx context.Context, p process, cfg configs.SlotTracker, log *slog.Logger) error {
+	metrics := prometheus.NewRegistry()
+	metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), buildInfo())
+	server, err := service.New(cfg.Service, metrics, log)
+	if err != nil {
+		return err
+	}
+	leave, err := joinReplicas(ctx, cfg.Replica, server, metrics, log)
+	if err != nil {
+		return err
+	}
+	var lc net.ListenConfig
+	ln, err := lc.Listen(ctx, "tcp", net.JoinHostPort(cfg.Service.Host, strconv.Itoa(cfg.Service.Port)))
+	if err != nil {
+		return errors.Join(fmt.Errorf("slot tracker: %w", err), leave())
+	}
+	fmt.Fprintf(p.stdout, "Slot tracker: http://%s\n", reachable(ln.Addr()))
+	defer easeCollector()()
+	return errors.Join(server.Run(ctx, ln), leave())
+}
+
+// joinReplicas begins the exchange with other replicas, if it is on, and returns when peers are
+// listened to. It goes on until leave, which returns what went wrong with it.
+func joinReplicas(ctx context.Context, cfg replica.Config, server *service.Server, reg prometheus.Registerer, log *slog.Logger) (leave func() error, err error) {
+	if !cfg.Enabled() {
+		return func() error { return nil }, nil
+	}
+	apply := replica.NewApplier(func(model, tenant string) (replica.Books, bool) {
+		t, blockSize, known := server.Books(worker.Partition{Model: model, Tenant: tenant})
+		return replica.Books{Tracker: t, BlockSize: blockSize}, known
+	}, reg)
+	r := replica.New(cfg, func(batch []wire.ReplicaEvent) { apply.Apply(batch, time.Now()) }, reg, log)
+	server.Join(linkTo(r))
+	running, stop := context.WithCancel(context.WithoutCancel(ctx))
+	ended := make(chan error, 1)
+	go func() { ended <- r.Run(running) }()
+	select {
+	case <-r.Ready():
+		return func() error { stop(); return <-ended }, nil
+	case err := <-ended:
+		stop()
+		return nil, err
+	}
+}
+
+// linkTo hands a server's changes to its replicas.
+func linkTo(r *replica.Replica) service.Link {
+	about := func(kind wire.ReplicaKind) func(worker.Partition, uint32, string, worker.Rank) {
+		return func(p worker.Partition, blockSize uint32, id string, rank worker.Rank) {
+			r.Publish(wire.ReplicaEvent{Model: p.Model, Tenant: p.Tenant, BlockSize: blockSize, Reservation: id, Rank: rank, Kind: kind})
+		}
+	}
+	return service.Link{
+		Added: func(p worker.Partition, blockSize uint32, booked tracker.Reservation) {
+			hashes := booked.Hashes
+			if hashes == nil {
+				hashes = []uint64{} // none, as opposed to not said
+			}
+			r.Publish(wire.ReplicaEvent{
+				Model: p.Model, Tenant: p.Tenant, BlockSize: blockSize, Reservation: booked.ID, Rank: booked.Rank, Kind: wire.ReplicaAdd,
+				Promise: wire.Promise{Hashes: hashes, TrackPrefill: booked.PrefillTokens > 0, PrefillTokens: booked.PrefillTokens},
+			})
+		},
+		PrefillDone: about(wire.ReplicaPrefillDone),
+		Freed:       about(wire.ReplicaFree),
+		RegisterPeer: func(ctx context.Context, endpoint string) (bool, error) {
+			added, err := r.Register(ctx, endpoint)
+			return added, peerError(err)
+		},
+		DeregisterPeer: func(ctx context.Context, endpoint string) error {
+			return peerError(r.Deregister(ctx, endpoint))
+		},
+		Peers: r.Peers,
+	}
+}
+
+// peerError is what a client is told about a peer that it named.
+func peerError(err error) error {
+	for _, e := range []struct {
+		is     error
+		status int
+	}{
+		{replica.ErrEndpoint, http.StatusBadRequest}, {replica.ErrSelf, http.StatusBadRequest},
+		{replica.ErrTooMany, http.StatusConflict}, {replica.ErrUnknownPeer, http.StatusNotFound},
+		{replica.ErrStopped, http.StatusServiceUnavailable},
+	} {
+		if errors.Is(err, e.is) {
+			return httperr.New(e.status, "url: "+err.Error())
+		}
+	}
+	return err
+}
