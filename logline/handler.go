@@ -123,12 +123,37 @@ func (h *Handler) appendField(b []byte, key string, v slog.Value) (line []byte, 
 		return strconv.AppendBool(b, v.Bool()), true
 	case slog.KindFloat64:
 		f := v.Float64()
+		if b, ok := appendThousandths(b, f); ok {
+			return b, true
+		}
 		if f != 0 && !(f >= 1e-4 && f < 1e15) { // beyond, the two forms write exponents differently
 			return b, false
 		}
 		return strconv.AppendFloat(b, f, h.floats(), -1, 64), true
 	}
 	return b, false
+}
+
+// appendThousandths appends a number of few digits that is a whole number of thousandths, as times in
+// milliseconds are, below the size at which text has exponents. It has no shorter form then: two
+// numbers of so few digits are never the same float64.
+func appendThousandths(b []byte, f float64) ([]byte, bool) {
+	if !(f >= 0.001 && f < 1e6) {
+		return b, false
+	}
+	n := int64(f*1000 + 0.5)
+	if float64(n)/1000 != f {
+		return b, false
+	}
+	b = strconv.AppendInt(b, n/1000, 10)
+	if rest := int(n % 1000); rest > 0 {
+		digits := 3
+		for ; rest%10 == 0; rest /= 10 {
+			digits--
+		}
+		b = appendDigits(append(b, '.'), rest, digits)
+	}
+	return b, true
 }
 
 func (h *Handler) floats() byte {

@@ -35,7 +35,7 @@ func TestSameAsSlog(t *testing.T) {
 	values := []any{
 		"plain", "", "two words", "a=b", `"quoted"`, `back\slash`, "new\nline", "é", "\x00", "\x7f", "<&>",
 		1, -1, math.MinInt64, uint64(math.MaxUint64), true, false,
-		0.0, 1.5, 0.001, 1e-4, 9.9e-5, 123456789.125, 1e15, 1e20, 1e21, 1e300, -1.5, math.Inf(1), math.Copysign(0, -1),
+		0.0, 1.5, 0.001, 0.0015, 0.01, 2.05, 7.0, 100.0, 40.125, 999999999.999, 1e9, 0.1 + 0.2, 1e-4, 9.9e-5, 123456789.125, 1e15, 1e20, 1e21, 1e300, -1.5, math.Inf(1), math.Copysign(0, -1),
 		time.Second, utc, errors.New("e r r"), nil, []int{1}, slog.GroupValue(slog.Int("a", 1)),
 	}
 	for _, at := range []time.Time{utc, utc.Add(time.Millisecond), utc.Add(120 * time.Microsecond), utc.Add(999999999), far, {}} {
