@@ -88,7 +88,7 @@ func TestProjectWhileRanksMove(t *testing.T) {
 			}
 		})
 	}
-	for range 200 {
+	for range 50 {
 		told := map[worker.Rank]int{}
 		for _, p := range tr.Project(nil, start, nil) {
 			if told[p.Rank]++; told[p.Rank] > 1 {

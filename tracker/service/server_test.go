@@ -256,8 +256,10 @@ func TestLink(t *testing.T) {
 		t.Fatal(err)
 	}
 	var told []string
+	var published [][]uint64 // read when all is over
 	s.Join(service.Link{
 		Added: func(p worker.Partition, size uint32, r tracker.Reservation) {
+			published = append(published, r.Hashes)
 			told = append(told, fmt.Sprint("add ", p, size, r.ID, r.Rank, r.Hashes, r.PrefillTokens))
 		},
 		PrefillDone: func(p worker.Partition, size uint32, id string, r worker.Rank) {
@@ -305,9 +307,13 @@ func TestLink(t *testing.T) {
 	do("POST", "/free", named("l1"), 200, "")
 	do("POST", "/output_block", named("l2"), 200, "")
 	do("POST", "/free", named("l2"), 200, "")
+	do("POST", "/potential_loads", `{"model_name":"m","sequence_hashes":[7,8,9,10]}`, 200, "")
 	want := []string{
 		"add {m default}16l1{1 0} [101 18446744073709551594]8", "add {m default}16l2{1 0} []8",
 		"done {m default}16l1{1 0}", "done {m default}16l1{1 0}", "free {m default}16l1{1 0}", "free {m default}16l2{1 0}",
+	}
+	if got := fmt.Sprint(published[0]); got != "[101 18446744073709551594]" {
+		t.Errorf("hashes read later = %s, want those of the first request", got)
 	}
 	squeeze := strings.NewReplacer(" ", "")
 	if squeeze.Replace(strings.Join(told, "\n")) != squeeze.Replace(strings.Join(want, "\n")) {
