@@ -7,6 +7,7 @@ import (
 	"spillway/busy"
 	"spillway/monitor"
 	"spillway/proxy"
+	"spillway/replica"
 	"spillway/router"
 	"spillway/worker"
 )
@@ -64,15 +65,20 @@ func (f Fleet) Catalog() (*worker.Catalog, error) {
 
 // Frontend is the Config of `spillway frontend`.
 type Frontend struct {
-	Fleet   Fleet   `koanf:",squash"`
-	Serving Serving `koanf:",squash"`
+	Fleet   Fleet          `koanf:",squash"`
+	Serving Serving        `koanf:",squash"`
+	Replica replica.Config `koanf:",squash"`
 }
 
 // DefaultFrontend returns the settings of a run without flags.
-func DefaultFrontend() Frontend { return Frontend{Serving: DefaultServing()} }
+func DefaultFrontend() Frontend {
+	return Frontend{Serving: DefaultServing(), Replica: replica.DefaultConfig()}
+}
 
 // Validate returns all findings, each beginning with its key.
-func (c Frontend) Validate() error { return errors.Join(c.Serving.Validate(), c.Fleet.Validate()) }
+func (c Frontend) Validate() error {
+	return errors.Join(c.Serving.Validate(), c.Fleet.Validate(), c.Replica.Validate())
+}
 
 // Deprecated names the spellings of older releases of the documented front end.
 func (Frontend) Deprecated() map[string]string {

@@ -150,6 +150,7 @@ func (x *exchange) book(now time.Time) error {
 	x.slot = slot{id: x.query.Reservation, part: x.target.Partition, prefill: true}
 	// Freed by release on every path from here on.
 	x.s.slots.add(&x.slot)
+	x.s.shareBooked(x)
 	x.verdict = neutral
 	if x.peer, err = x.s.peer(sel.Worker, x.target.Partition.Busy); err != nil {
 		return err
@@ -187,7 +188,7 @@ func (x *exchange) release() {
 	if x.verdict == succeeded {
 		x.peer.proved.Store(now.UnixNano())
 	}
-	x.slot.part.Free(x.slot.id, now)
+	x.s.free(x.slot.part, x.slot.id, now)
 	if x.s.autoRetry {
 		x.peer.freed.free(now)
 		x.model.freed.free(now)
@@ -197,7 +198,7 @@ func (x *exchange) release() {
 // prefillDone notes that the worker has computed the prompt.
 func (x *exchange) prefillDone(now time.Time) {
 	if x.s.slots.prefillDone(&x.slot) {
-		x.slot.part.PrefillDone(x.slot.id, now)
+		x.s.endPrefill(x.slot.part, x.slot.id, now)
 	}
 }
 

@@ -65,6 +65,7 @@ type Server struct {
 	models  models   // what is remembered of each model
 	workers directory
 	access  accessLog
+	share   func(Booking) // or nil; set once, then read-only
 }
 
 // New returns a server that decides with r. Nothing runs yet; metrics are registered with reg,

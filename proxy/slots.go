@@ -104,7 +104,7 @@ func (s *Server) tick(ctx context.Context) {
 		case now := <-t.C:
 			due = s.slots.due(now, due[:0])
 			for _, r := range due {
-				r.part.PrefillDone(r.id, now)
+				s.endPrefill(r.part, r.id, now)
 			}
 			clear(due)
 			s.peers.Range(func(_, p any) bool {
@@ -116,6 +116,7 @@ func (s *Server) tick(ctx context.Context) {
 				look = now.Add(canaryEvery(s.cfg.CanaryAfter))
 			}
 			if now.After(sweep) {
+				s.router.Partitions("", func(p *router.Partition) { p.Expire(now) })
 				s.sweep(now)
 				s.forgetGone()
 				sweep = now.Add(sweepEvery)
@@ -139,7 +140,7 @@ func (s *Server) sweep(now time.Time) {
 	live := s.slots.ids()
 	for _, r := range idle {
 		if !live[r.id] {
-			r.part.Free(r.id, now)
+			s.free(r.part, r.id, now)
 			s.metrics.leaks.Add(1)
 			s.log.Error("a reservation had leaked", "model", r.part.Key.Model, "reservation", r.id)
 		}

@@ -65,6 +65,9 @@ type Selection struct {
 	Rank      worker.Rank // worker.AnyDP where the engine picks the rank
 	MultiRank bool        // the rank has to be named to the worker
 	BlockSize uint32      // tokens per KV block
+
+	Booked       worker.Rank // where it is booked: Rank, but for a client's choice of one where the engine picks
+	DecodeBlocks uint64      // KV blocks that are booked for the prompt
 }
 
 // Select picks a rank and books the request on it, in one step. It returns one of the errors
@@ -222,6 +225,7 @@ func (p *Partition) reserveLocked(c *candidate, q *Query, room busy.Room, now ti
 	if !q.NoDecode {
 		r.DecodeBlocks = q.PromptTokens / uint64(sel.BlockSize)
 	}
+	sel.Booked, sel.DecodeBlocks = r.Rank, r.DecodeBlocks
 	limit := tracker.Limit{PrefillTokens: room.MaxPrefillTokens, DecodeBlocks: room.MaxDecodeBlocks}
 	err := p.Tracker.Reserve(r, limit, now)
 	if errors.Is(err, tracker.ErrUnknownRank) && p.Tracker.AddRank(r.Rank, now) { // the engine reports it, nobody declared it
@@ -240,11 +244,14 @@ func (p *Partition) reserveLocked(c *candidate, q *Query, room busy.Room, now ti
 	return sel, nil
 }
 
-// PrefillDone takes the prompt of a request off the prefill load of its rank, once.
-func (p *Partition) PrefillDone(id string, now time.Time) {
-	if rank, effect := p.Tracker.PrefillDone(id, now); effect == tracker.Changed {
+// PrefillDone takes the prompt of a request off the prefill load of its rank, once. It tells where
+// the request is booked, if it is.
+func (p *Partition) PrefillDone(id string, now time.Time) (worker.Rank, bool) {
+	rank, effect := p.Tracker.PrefillDone(id, now)
+	if effect == tracker.Changed {
 		p.Busy.Refresh(rank.Worker, now)
 	}
+	return rank, effect != tracker.Unknown
 }
 
 // Grow books KV blocks that the output of a request has filled.
@@ -254,10 +261,20 @@ func (p *Partition) Grow(id string, blocks uint64, now time.Time) {
 	}
 }
 
-// Free gives back all that is booked under id. Freeing twice is harmless.
-func (p *Partition) Free(id string, now time.Time) {
-	if rank, ok := p.Tracker.Free(id, now); ok {
+// Free gives back all that is booked under id. Freeing twice is harmless. It tells where that was
+// booked, if it was.
+func (p *Partition) Free(id string, now time.Time) (worker.Rank, bool) {
+	rank, ok := p.Tracker.Free(id, now)
+	if ok {
 		p.Busy.Refresh(rank.Worker, now)
+	}
+	return rank, ok
+}
+
+// Expire frees what was learned from other processes too long ago. It is called now and then.
+func (p *Partition) Expire(now time.Time) {
+	for _, gone := range p.Tracker.Expire(now) {
+		p.Busy.Refresh(gone.Rank.Worker, now)
 	}
 }
 

@@ -161,6 +161,9 @@ func (r *Router) TracksOutput() bool { return r.cfg.TrackOutputBlocks }
 // Catalog is the present picture of workers and models.
 func (r *Router) Catalog() *worker.Catalog { return r.view.Load().catalog }
 
+// Partition is that of a model, by its canonical name, and a tenant; nil while it has no worker.
+func (r *Router) Partition(key worker.Partition) *Partition { return r.view.Load().partitions[key] }
+
 // Partitions calls f for each partition of the model, or of all models if it is "".
 func (r *Router) Partitions(model string, f func(*Partition)) {
 	for key, p := range r.view.Load().partitions {

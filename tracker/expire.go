@@ -57,13 +57,13 @@ func (t *Tracker) ExpiredTotal() uint64 {
 }
 
 // Idle lists the reservations that have made no progress since the given time: candidates for a
-// leak, if their request has ended too.
+// leak, if their request has ended too. Those that expire by themselves are not among them.
 func (t *Tracker) Idle(since time.Time) []string {
 	t.lock()
 	defer t.mu.Unlock()
 	var ids []string
 	for id, b := range t.bookings.m {
-		if b.progress.Before(since) {
+		if !b.expires && b.progress.Before(since) {
 			ids = append(ids, id)
 		}
 	}

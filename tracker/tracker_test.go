@@ -205,6 +205,11 @@ func TestIdle(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	learned := reservation("learned", rank(1, 0), 1, 1)
+	learned.Expires = true
+	if err := tr.Reserve(learned, tracker.NoLimit, at(2)); err != nil {
+		t.Fatal(err)
+	}
 	tr.PrefillDone("a", at(10))
 	tr.Grow("b", 0, nil, at(20))
 	for _, tt := range []struct {

@@ -19,6 +19,7 @@ import (
 	"spillway/configs"
 	"spillway/monitor"
 	"spillway/proxy"
+	"spillway/replica"
 	"spillway/router"
 	"spillway/worker"
 )
@@ -45,6 +46,9 @@ func runFrontend(ctx context.Context, p process, cfg configs.Frontend, log *slog
 	if err != nil {
 		return err
 	}
+	if cfg.Replica.Enabled() {
+		f.peers = exchangeBookings(cfg.Replica, f.routes, f.server, f.metrics, log)
+	}
 	d, err := listen(ctx, cfg.Serving.Proxy)
 	if err != nil {
 		return err
@@ -61,6 +65,10 @@ func runFrontend(ctx context.Context, p process, cfg configs.Frontend, log *slog
 type frontend struct {
 	server  *proxy.Server
 	monitor *monitor.KvWorkerMonitor
+	peers   *replica.Replica // nil if nothing is exchanged
+	routes  *router.Router
+	metrics *prometheus.Registry
+	log     *slog.Logger
 }
 
 // oldReservation is the age at which an engine should know of a request that it was sent.
@@ -110,18 +118,23 @@ func newFrontend(p process, cfg configs.Serving, fleet configs.Fleet, log *slog.
 		log.Warn("setting not used", "setting", w)
 	}
 	logChecks(log, cfg.Busy.Thresholds())
-	return &frontend{server: server, monitor: watcher}, nil
+	return &frontend{server: server, monitor: watcher, routes: routes, metrics: metrics, log: log}, nil
 }
 
 // run serves until ctx ends. What takes requests stops first, what feeds it after.
 func (f *frontend) run(ctx context.Context, d doors) error {
 	feeding, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
-	fed := make(chan error, 1)
+	fed := make(chan error, 2)
+	if f.peers == nil {
+		fed <- nil
+	} else if err := attend(feeding, f.peers, f.log, fed); err != nil {
+		return errors.Join(err, d.close())
+	}
 	go func() { fed <- f.monitor.Run(feeding) }()
 	err := f.server.Run(ctx, d.clients, d.admin)
 	stop()
-	return errors.Join(err, <-fed)
+	return errors.Join(err, <-fed, <-fed)
 }
 
 // doors are the listeners of a front end.
