@@ -320,7 +320,7 @@ func TestMirrors(t *testing.T) {
 		case 3:
 			book(i, event(wire.ReplicaFree, id))
 		}
-		if step%1000 == 999 {
+		if step%burst == burst-1 {
 			agree(fmt.Sprint("step ", step))
 		}
 	}

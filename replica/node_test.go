@@ -178,6 +178,11 @@ func reach(t testing.TB, publish func(wire.ReplicaEvent), to ...*node) {
 	}
 }
 
+// burst is how many rounds of a few events are published before a test lets them arrive. libzmq
+// keeps 1000 messages for a connection, and gives room back by the 500; the rest is lost if its
+// thread does not run in time.
+const burst = 100
+
 // settle waits until all that a node has published is heard by others.
 func settle(t testing.TB, from *node, to ...*node) {
 	t.Helper()

@@ -37,6 +37,9 @@ func TestTwoNodes(t *testing.T) {
 			e.Origin = a.Origin()
 			want = append(want, e)
 		}
+		if i%burst == burst-1 {
+			settle(t, a, b)
+		}
 	}
 	settle(t, a, b)
 	if got := b.events(); !reflect.DeepEqual(got, want) {
