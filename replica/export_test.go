@@ -1,10 +1,15 @@
 package replica
 
+import "time"
+
 // Bound sets how many events may wait to be sent and to be applied. It is called before Run.
 func (r *Replica) Bound(out, in int) { r.out.maxEvents, r.in.maxEvents = out, in }
 
 // BoundBytes sets how much may wait to be sent.
 func (r *Replica) BoundBytes(out int) { r.out.maxBytes = out }
+
+// Patience sets how long slow peers are waited for.
+func (r *Replica) Patience(d time.Duration) { r.patience = d }
 
 // Origin is the identity that r sends.
 func (r *Replica) Origin() uint64 { return r.origin }

@@ -2,6 +2,7 @@ package replica_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math"
 	"net"
@@ -9,6 +10,9 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
+
+	zmq "github.com/pebbe/zmq4"
 
 	"spillway/wire"
 )
@@ -202,4 +206,66 @@ func TestUnsentAtTheEnd(t *testing.T) {
 	}
 	n.expect(t, "spillway_replica_unsent_total", "stopped", 3)
 	n.expect(t, "spillway_replica_sent_total", "free", 0)
+}
+
+// TestBurst: more events than libzmq keeps for a connection arrive all the same, in order.
+func TestBurst(t *testing.T) {
+	const events = 20_000
+	a := prepare(config())
+	a.Patience(time.Minute)
+	a.start(t)
+	b := start(t, a.Endpoint())
+	link(t, a, b)
+	for i := range events {
+		a.Publish(event(wire.ReplicaFree, fmt.Sprint(i)))
+	}
+	settle(t, a, b)
+	got := b.events()
+	for i, e := range got {
+		if e.Reservation != fmt.Sprint(i) {
+			t.Fatalf("event %d is that of %s", i, e.Reservation)
+		}
+	}
+	if len(got) != events {
+		t.Errorf("%d of %d events arrived", len(got), events)
+	}
+}
+
+// TestSlowPeer: a peer that takes nothing loses what there is no room for. Nobody waits for it long,
+// and others go on being told.
+func TestSlowPeer(t *testing.T) {
+	a := start(t)
+	b := start(t, a.Endpoint())
+	zctx, err := zmq.NewContext()
+	if err != nil {
+		t.Fatal(err)
+	}
+	stuck, err := zctx.NewSocket(zmq.SUB)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := errors.Join(stuck.Close(), zctx.Term()); err != nil {
+			t.Error(err)
+		}
+	}()
+	if err := errors.Join(stuck.SetRcvhwm(1), stuck.SetSubscribe(""), stuck.SetLinger(0), stuck.Connect(a.Endpoint())); err != nil {
+		t.Fatal(err)
+	}
+	link(t, a, b)
+	eventually(t, "a subscription of the one that is stuck", func() bool {
+		a.Publish(mark())
+		_, err := stuck.RecvMessageBytes(zmq.DONTWAIT)
+		return err == nil
+	})
+	e := event(wire.ReplicaAdd, "r")
+	e.Promise.Hashes = slices.Repeat([]uint64{math.MaxUint64}, 200) // 2 kB, so that buffers of the kernel fill up
+	eventually(t, "a peer too slow", func() bool {
+		for range 100 {
+			a.Publish(e)
+		}
+		return a.value(t, "spillway_replica_slow_total", "") > 0
+	})
+	reach(t, a.Publish, b)
+	a.expect(t, "spillway_replica_queue_events", "out", 0)
 }

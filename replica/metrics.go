@@ -29,6 +29,7 @@ type metrics struct {
 	unsent   map[string]prometheus.Counter // by reason
 	received map[wire.ReplicaKind]prometheus.Counter
 	dropped  map[string]prometheus.Counter // by reason
+	slow     prometheus.Counter
 }
 
 // newMetrics makes the series of r, all at zero.
@@ -63,6 +64,10 @@ func newMetrics(reg prometheus.Registerer, r *Replica) metrics {
 	m := metrics{
 		map[wire.ReplicaKind]prometheus.Counter{}, map[string]prometheus.Counter{},
 		map[wire.ReplicaKind]prometheus.Counter{}, map[string]prometheus.Counter{},
+		f.NewCounter(prometheus.CounterOpts{
+			Name: "spillway_replica_slow_total",
+			Help: "Times that a replica was too slow to take what was sent, and lost events for up to a second.",
+		}),
 	}
 	for _, k := range wire.ReplicaKinds {
 		m.sent[k] = sent.WithLabelValues(k.String())

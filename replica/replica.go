@@ -39,6 +39,8 @@ type Replica struct {
 	metrics metrics
 	origin  uint64 // by which we know our own events; never 0
 
+	patience time.Duration // set once
+
 	out, in   *queue
 	orders    chan order
 	ready     chan struct{}
@@ -70,7 +72,7 @@ func New(cfg Config, deliver func(batch []wire.ReplicaEvent), reg prometheus.Reg
 	r := &Replica{
 		cfg: cfg, format: formats[cfg.Format], deliver: deliver, log: log,
 		out: newQueue(), in: newQueue(), orders: make(chan order, maxOrders),
-		ready: make(chan struct{}), stopped: make(chan struct{}), peers: cfg.peers(),
+		ready: make(chan struct{}), stopped: make(chan struct{}), peers: cfg.peers(), patience: patience,
 	}
 	for r.origin == 0 {
 		r.origin = rand.Uint64()
@@ -113,7 +115,7 @@ func (r *Replica) Run(ctx context.Context) (err error) {
 	running, stop := context.WithCancel(ctx)
 	var others sync.WaitGroup
 	var sendErr error
-	others.Go(func() { sendErr = r.send(running, pub); stop() })
+	others.Go(func() { sendErr = (&sender{r: r, pub: pub}).run(running); stop() })
 	others.Go(func() { r.hand(running) })
 	err = rec.run(running)
 	stop()
