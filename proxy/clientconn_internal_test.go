@@ -46,7 +46,7 @@ func reading(c net.Conn) <-chan error {
 // waits polls until a Read of c waits for the client.
 func waits(t *testing.T, c net.Conn) {
 	t.Helper()
-	for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
 		cc := c.(*clientConn)
 		cc.mu.Lock()
 		waiting := cc.waiting

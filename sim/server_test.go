@@ -160,7 +160,7 @@ func statsOf(t *testing.T, url string) stats {
 // until waits for cond to become true of the stats.
 func until(t *testing.T, url, what string, cond func(stats) bool) stats {
 	t.Helper()
-	for end := time.Now().Add(10 * time.Second); ; time.Sleep(2 * time.Millisecond) {
+	for end := time.Now().Add(time.Minute); ; time.Sleep(2 * time.Millisecond) {
 		s := statsOf(t, url)
 		if cond(s) {
 			return s
