@@ -289,7 +289,7 @@ func TestRunObjectives(t *testing.T) {
 			cfg := load(serve(t, func(w http.ResponseWriter, _ *http.Request, a asked) {
 				fmt.Fprint(w, chunk)
 				_ = http.NewResponseController(w).Flush()
-				time.Sleep(5 * time.Millisecond) // so that the two chunks are two reads
+				time.Sleep(100 * time.Millisecond) // so that the two chunks are two reads
 				answer(w, a, 0)
 			}), 5)
 			cfg.SLOTTFT, cfg.SLOITL = tt.ttft, tt.itl
