@@ -90,11 +90,15 @@ func TestSlotTrackersTellEachOther(t *testing.T) {
 			return strings.Contains(loads, want)
 		}
 	}
-	eventually(t, "b hears of what a books", func() bool { // what is published before they are connected is lost
-		a.must("/free", `{"model_name":"m","request_id":"r1"}`, 200)
-		a.must("/add", trackedRequest, 201)
-		return shows(b, held)()
+	const first = `{"model_name":"m","request_id":"r0","worker_id":7,"dp_rank":0,"sequence_hashes":[9],"new_isl_tokens":5}`
+	eventually(t, "b hears a", func() bool { // what is published before they are connected is lost
+		a.must("/free", `{"model_name":"m","request_id":"r0"}`, 200)
+		a.must("/add", first, 201)
+		return shows(b, `"active_prefill_tokens":5,"active_decode_blocks":1}`)()
 	})
+	a.must("/free", `{"model_name":"m","request_id":"r0"}`, 200)
+	a.must("/add", trackedRequest, 201)
+	eventually(t, "b hears of what a books", shows(b, held)) // which is so only after all that came before
 	b.must("/add", trackedRequest, 409)
 	eventually(t, "a hears of what b frees", func() bool {
 		_, _ = b.post("/add", trackedRequest)
