@@ -1,0 +1,83 @@
+package worker_test
+
+import (
+	"strings"
+	"testing"
+
+	"spillway/worker"
+)
+
+func TestCheckEventEndpoint(t *testing.T) {
+	for _, tt := range []struct{ endpoint, want string }{
+		{"tcp://*:5558", ""},
+		{"tcp://127.0.0.1:0", ""},
+		{"tcp://[::1]:5557", ""},
+		{"tcp://gpu-1.cluster.local:65535", ""},
+		{"inproc://listener", ""},
+		{"ipc:///run/x.sock", ""},
+		{"tcp://host", "missing TCP port"},
+		{"tcp://:5558", "missing TCP host"},
+		{"udp://host:5558", "unsupported scheme"},
+		{"TCP://host:5558", "unsupported scheme"},
+		{"://host:5558", "unsupported scheme"},
+		{"not-an-endpoint", "missing scheme"},
+		{"", "missing scheme"},
+		{"tcp://", "missing address"},
+		{"ipc://", "missing address"},
+		{"tcp://host:", "invalid TCP port"},
+		{"tcp://host:65536", "invalid TCP port"},
+		{"tcp://host:-1", "invalid TCP port"},
+		{"tcp://host:+1", "invalid TCP port"},
+		{"tcp://host:5557/x", "invalid TCP port"},
+		{"tcp://[::1:5557", "missing closing `]`"},
+		{"tcp://::1:5557", "missing TCP port"},
+		{"tcp://h\x00st:1", "a zero byte"},
+		{"ipc://x\x00", "a zero byte"},
+	} {
+		err := worker.CheckEventEndpoint(tt.endpoint)
+		switch {
+		case tt.want == "" && err != nil:
+			t.Errorf("CheckEventEndpoint(%q) = %v, want nil", tt.endpoint, err)
+		case tt.want != "" && (err == nil || !strings.Contains(err.Error(), tt.want)):
+			t.Errorf("CheckEventEndpoint(%q) = %v, want %q", tt.endpoint, err, tt.want)
+		}
+	}
+	if err := worker.CheckEventEndpoint("tcp://host"); err == nil || !strings.Contains(err.Error(), `"tcp://host"`) {
+		t.Errorf("CheckEventEndpoint = %v, which does not name the endpoint", err)
+	}
+}
+
+func TestBinds(t *testing.T) {
+	for endpoint, want := range map[string]bool{
+		"tcp://*:5557": true, "tcp://host:5557": false, "ipc://*": false, "tcp://*.example:5557": false,
+	} {
+		if got := worker.Binds(endpoint); got != want {
+			t.Errorf("Binds(%q) = %v, want %v", endpoint, got, want)
+		}
+	}
+}
+
+func TestReplayEndpoint(t *testing.T) {
+	for _, tt := range []struct {
+		endpoint string
+		offset   uint32
+		want     string // "": an error
+	}{
+		{"tcp://h:6000", 0, "tcp://h:6000"},
+		{"tcp://h:6000", 3, "tcp://h:6003"},
+		{"tcp://[::1]:6000", 1, "tcp://[::1]:6001"},
+		{"tcp://h:65534", 1, "tcp://h:65535"},
+		{"tcp://h:65535", 1, ""},
+		{"tcp://h:1", 1<<32 - 1, ""},
+		{"tcp://h:0", 1, ""},
+		{"tcp://h:0", 0, "tcp://h:0"},
+		{"inproc://replay", 2, "inproc://replay_dp2"},
+		{"ipc:///run/replay", 1, ""},
+		{"ipc:///run/replay", 0, "ipc:///run/replay"},
+	} {
+		got, err := worker.ReplayEndpoint(tt.endpoint, tt.offset)
+		if got != tt.want || (err == nil) != (tt.want != "") {
+			t.Errorf("ReplayEndpoint(%q, %d) = %q, %v, want %q", tt.endpoint, tt.offset, got, err, tt.want)
+		}
+	}
+}
