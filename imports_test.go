@@ -42,12 +42,13 @@ var rooms = map[string]room{
 	"proxy":           {shell, []string{"httperr", "buckets", "proxy/upstream"}},
 	"proxy/upstream":  {shell, nil},
 	"selectservice":   {shell, []string{"httperr"}},
-	"tracker/service": {shell, []string{"httperr"}},
+	"tracker/service": {shell, []string{"httperr", "jsonhttp"}},
 	"dispatch":        {shell, []string{"dispatch/budget"}},
 	"monitor":         {shell, []string{"wire", "busy", "tracker", "kvindex", "buckets"}},
 	"replica":         {shell, []string{"wire", "tracker"}},
 	"tokenize":        {shell, nil},
 	"httperr":         {shell, []string{"router"}},
+	"jsonhttp":        {shell, []string{"httperr"}},
 	"logline":         {shell, nil},
 	"sim":             {shell, []string{"wire", "sim/engine"}},
 	"replay":          {shell, []string{"wire"}},
@@ -168,8 +169,8 @@ func TestImports(t *testing.T) {
 	}
 }
 
-// TestRooms checks the list itself: imports lead down, or stay among shells only for httperr
-// and a shell's own parts.
+// TestRooms checks the list itself: imports lead down, or stay among shells only for httperr,
+// jsonhttp and a shell's own parts.
 func TestRooms(t *testing.T) {
 	for _, pkg := range slices.Sorted(maps.Keys(rooms)) {
 		for to := range allowed(pkg) {
@@ -179,7 +180,7 @@ func TestRooms(t *testing.T) {
 				t.Errorf("%s: imports %s, which is not in the list", pkg, to)
 			case r.layer > rooms[pkg].layer:
 				t.Errorf("%s: imports %s, which is above it", pkg, to)
-			case r.layer == shell && rooms[pkg].layer == shell && to != "httperr" && private[to] != pkg:
+			case r.layer == shell && rooms[pkg].layer == shell && to != "httperr" && to != "jsonhttp" && private[to] != pkg:
 				t.Errorf("%s: imports the shell package %s", pkg, to)
 			}
 		}

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"spillway/httperr"
+	"spillway/jsonhttp"
 	"spillway/tracker"
 	"spillway/worker"
 )
@@ -50,7 +51,7 @@ func (s *Server) ready(w http.ResponseWriter, _ *http.Request) *httperr.Error {
 	if s.draining.Load() {
 		return httperr.New(http.StatusServiceUnavailable, "the process is about to end")
 	}
-	send(w, http.StatusOK, ok)
+	jsonhttp.Send(w, http.StatusOK, jsonhttp.OK)
 	return nil
 }
 
@@ -143,11 +144,11 @@ func (s *Server) potentialLoads(_ context.Context, x *exchange, now time.Time) (
 		if i > 0 {
 			b = append(b, ',')
 		}
-		b = appendField(b, `{"worker_id":`, uint64(r.Worker))
-		b = appendField(b, `,"dp_rank":`, uint64(r.DP))
-		b = appendField(b, `,"potential_prefill_tokens":`, tokens)
-		b = appendField(b, `,"potential_decode_blocks":`, blocks)
-		b = appendField(b, `,"active_requests":`, r.Requests)
+		b = jsonhttp.AppendUint(b, `{"worker_id":`, uint64(r.Worker))
+		b = jsonhttp.AppendUint(b, `,"dp_rank":`, uint64(r.DP))
+		b = jsonhttp.AppendUint(b, `,"potential_prefill_tokens":`, tokens)
+		b = jsonhttp.AppendUint(b, `,"potential_decode_blocks":`, blocks)
+		b = jsonhttp.AppendUint(b, `,"active_requests":`, r.Requests)
 		b = append(b, '}')
 	}
 	x.out = append(b, ']')
@@ -166,19 +167,19 @@ func (s *Server) workers(w http.ResponseWriter, r *http.Request) *httperr.Error 
 			if len(b) > 1 {
 				b = append(b, ',')
 			}
-			b = appendPartition(appendField(b, `{"worker_id":`, id), `,"model_name":`, p.key)
-			b = appendField(b, `,"block_size":`, uint64(p.blockSize))
-			b = appendField(b, `,"dp_start":`, uint64(of[id].start))
-			b = append(appendField(b, `,"dp_size":`, uint64(of[id].size)), '}')
+			b = appendPartition(jsonhttp.AppendUint(b, `{"worker_id":`, id), `,"model_name":`, p.key)
+			b = jsonhttp.AppendUint(b, `,"block_size":`, uint64(p.blockSize))
+			b = jsonhttp.AppendUint(b, `,"dp_start":`, uint64(of[id].start))
+			b = append(jsonhttp.AppendUint(b, `,"dp_size":`, uint64(of[id].size)), '}')
 		}
 	}
-	send(w, http.StatusOK, append(b, ']'))
+	jsonhttp.Send(w, http.StatusOK, append(b, ']'))
 	return nil
 }
 
 func appendPartition(b []byte, before string, p worker.Partition) []byte {
-	b = appendText(append(b, before...), p.Model)
-	return appendText(append(b, `,"tenant_id":`...), p.Tenant)
+	b = jsonhttp.AppendText(append(b, before...), p.Model)
+	return jsonhttp.AppendText(append(b, `,"tenant_id":`...), p.Tenant)
 }
 
 func (s *Server) loads(w http.ResponseWriter, r *http.Request) *httperr.Error {
@@ -200,14 +201,14 @@ func (s *Server) loads(w http.ResponseWriter, r *http.Request) *httperr.Error {
 				b = append(b, ',')
 			}
 			b = appendPartition(b, `{"model_name":`, p.key)
-			b = appendField(b, `,"worker_id":`, uint64(r.Worker))
-			b = appendField(b, `,"dp_rank":`, uint64(r.DP))
-			b = appendField(b, `,"active_prefill_tokens":`, r.PrefillTokens)
-			b = append(appendField(b, `,"active_decode_blocks":`, r.DecodeBlocks), '}')
+			b = jsonhttp.AppendUint(b, `,"worker_id":`, uint64(r.Worker))
+			b = jsonhttp.AppendUint(b, `,"dp_rank":`, uint64(r.DP))
+			b = jsonhttp.AppendUint(b, `,"active_prefill_tokens":`, r.PrefillTokens)
+			b = append(jsonhttp.AppendUint(b, `,"active_decode_blocks":`, r.DecodeBlocks), '}')
 		}
 	}
 	x.out = append(b, ']')
-	send(w, http.StatusOK, x.out)
+	jsonhttp.Send(w, http.StatusOK, x.out)
 	return nil
 }
 
@@ -221,9 +222,9 @@ func (s *Server) peers(w http.ResponseWriter, _ *http.Request) *httperr.Error {
 		if i > 0 {
 			b = append(b, ',')
 		}
-		b = appendText(b, peer)
+		b = jsonhttp.AppendText(b, peer)
 	}
-	send(w, http.StatusOK, append(b, ']'))
+	jsonhttp.Send(w, http.StatusOK, append(b, ']'))
 	return nil
 }
 

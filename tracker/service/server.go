@@ -8,7 +8,6 @@ import (
 	"crypto/subtle"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -21,6 +20,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"spillway/httperr"
+	"spillway/jsonhttp"
 	"spillway/tracker"
 	"spillway/worker"
 )
@@ -149,7 +149,7 @@ type exchange struct {
 	body []byte
 	out  []byte // the answer, if there is more to say than ok
 	list []tracker.Projection
-	d    decoder
+	d    jsonhttp.Decoder
 }
 
 var exchanges = sync.Pool{New: func() any { return &exchange{body: make([]byte, 0, 4096)} }}
@@ -164,7 +164,8 @@ func (x *exchange) put() {
 	if cap(x.body) > maxKept || cap(hashes) > maxKept/8 || cap(x.out) > 4*maxKept {
 		return
 	}
-	x.request, x.out, x.d.b = request{hashes: hashes}, x.out[:0], nil
+	x.request, x.out = request{hashes: hashes}, x.out[:0]
+	x.d.Reset(nil)
 	exchanges.Put(x)
 }
 
@@ -179,25 +180,14 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if !known {
 		path = ""
 	}
-	told := &teller{ResponseWriter: w, status: http.StatusOK}
+	told := jsonhttp.Tell(w)
 	if failed := s.serve(told, r, rt, known); failed != nil {
-		send(told, failed.Status, appendError(nil, failed))
+		jsonhttp.Send(told, failed.Status, jsonhttp.AppendError(nil, failed))
 		if failed.Status >= 500 {
 			s.log.Error("request failed", "path", path, "err", failed)
 		}
 	}
-	s.metrics.answered(path, told.status, time.Since(start))
-}
-
-// teller remembers the status of an answer.
-type teller struct {
-	http.ResponseWriter
-	status int
-}
-
-func (t *teller) WriteHeader(status int) {
-	t.status = status
-	t.ResponseWriter.WriteHeader(status)
+	s.metrics.answered(path, told.Status, time.Since(start))
 }
 
 func (s *Server) serve(w http.ResponseWriter, r *http.Request, rt route, known bool) *httperr.Error {
@@ -214,16 +204,18 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, rt route, known b
 		return httperr.New(http.StatusUnauthorized, "the API key is missing or wrong")
 	case rt.get != nil:
 		return rt.get(s, w, r)
-	case !isJSON(r.Header.Get("Content-Type")):
+	case !jsonhttp.IsJSON(r.Header.Get("Content-Type")):
 		return httperr.New(http.StatusUnsupportedMediaType, "the body must be JSON, and Content-Type say application/json")
 	}
 	x := take()
 	defer x.put()
-	if failed := x.read(r); failed != nil {
+	var failed *httperr.Error
+	if x.body, failed = jsonhttp.ReadBody(x.body, r, maxBody); failed != nil {
 		return failed
 	}
-	x.tenant, x.d = worker.DefaultTenant, decoder{b: x.body, scratch: x.d.scratch}
-	if failed := x.d.body(rt.body, &x.request); failed != nil {
+	x.tenant = worker.DefaultTenant
+	x.d.Reset(x.body)
+	if failed := jsonhttp.Object(&x.d, rt.body, &x.request); failed != nil {
 		return failed
 	}
 	status, failed := rt.post(s, r.Context(), x, s.now())
@@ -231,38 +223,11 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, rt route, known b
 		return failed
 	}
 	if len(x.out) > 0 {
-		send(w, status, x.out)
+		jsonhttp.Send(w, status, x.out)
 	} else {
-		send(w, status, ok)
+		jsonhttp.Send(w, status, jsonhttp.OK)
 	}
 	return nil
-}
-
-// read takes in the body, up to maxBody bytes.
-func (x *exchange) read(r *http.Request) *httperr.Error {
-	x.body = x.body[:0]
-	if r.ContentLength > maxBody {
-		return tooLarge()
-	}
-	for {
-		if len(x.body) == cap(x.body) {
-			x.body = append(x.body, 0)[:len(x.body)]
-		}
-		n, err := r.Body.Read(x.body[len(x.body):cap(x.body)])
-		x.body = x.body[:len(x.body)+n]
-		switch {
-		case len(x.body) > maxBody:
-			return tooLarge()
-		case err == io.EOF:
-			return nil
-		case err != nil:
-			return httperr.New(http.StatusBadRequest, "the body could not be read to its end")
-		}
-	}
-}
-
-func tooLarge() *httperr.Error {
-	return httperr.New(http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is longer than %d bytes", maxBody))
 }
 
 // admits tells whether a request has the API key, if one is set.

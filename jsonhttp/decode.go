@@ -1,4 +1,6 @@
-package service
+// Package jsonhttp is what our JSON services have in common on the wire: bodies of requests become
+// Go values, the first thing that is wrong with one decides the answer, and answers are written.
+package jsonhttp
 
 import (
 	"fmt"
@@ -11,17 +13,30 @@ import (
 	"spillway/httperr"
 )
 
-// decoder reads one JSON value from the left. The first thing that is wrong decides the answer:
+// Decoder reads one JSON value from the left. The first thing that is wrong decides the answer:
 // 400 where the bytes are not JSON, 422 where they are and mean nothing here. What follows the
 // value is not looked at. encoding/json differs in all of this: it takes field names in any letter
 // case, the last of repeated fields, null for absent, and any bytes for text.
-type decoder struct {
+type Decoder struct {
 	b       []byte
 	i       int
 	scratch []byte // of strings that have escapes
 }
 
-func (d *decoder) notJSON(what string) *httperr.Error {
+// Field is one field of a body that a route knows, to be read into an R.
+type Field[R any] struct {
+	name     string
+	required bool
+	read     func(d *Decoder, name string, r *R) *httperr.Error
+}
+
+// Reset has d read body from its first byte.
+func (d *Decoder) Reset(body []byte) { d.b, d.i = body, 0 }
+
+// Read is the number of bytes that were read.
+func (d *Decoder) Read() int { return d.i }
+
+func (d *Decoder) notJSON(what string) *httperr.Error {
 	if d.i >= len(d.b) {
 		return httperr.New(http.StatusBadRequest, "the body ends too early: "+what)
 	}
@@ -33,7 +48,7 @@ func wrong(field, format string, args ...any) *httperr.Error {
 }
 
 // peek skips white space and returns the next byte, or 0 at the end.
-func (d *decoder) peek() byte {
+func (d *Decoder) peek() byte {
 	for d.i < len(d.b) {
 		switch c := d.b[d.i]; c {
 		case ' ', '\n', '\t', '\r':
@@ -45,8 +60,9 @@ func (d *decoder) peek() byte {
 	return 0
 }
 
-// body reads an object with the given fields into r.
-func (d *decoder) body(fields []field, r *request) *httperr.Error {
+// Object reads an object with the given fields, at most 32, into r. A field that r does not know
+// is passed over; one that comes twice is an error.
+func Object[R any](d *Decoder, fields []Field[R], r *R) *httperr.Error {
 	if c := d.peek(); c != '{' {
 		return d.mismatch("the body", "an object")
 	}
@@ -69,14 +85,14 @@ func (d *decoder) body(fields []field, r *request) *httperr.Error {
 			d.i++
 			d.peek()
 		}
-		if err := d.member(fields, &seen, r); err != nil {
+		if err := member(d, fields, &seen, r); err != nil {
 			return err
 		}
 	}
 }
 
 // member reads a name and its value.
-func (d *decoder) member(fields []field, seen *uint32, r *request) *httperr.Error {
+func member[R any](d *Decoder, fields []Field[R], seen *uint32, r *R) *httperr.Error {
 	if d.i >= len(d.b) || d.b[d.i] != '"' {
 		return d.notJSON("a field name is missing")
 	}
@@ -107,7 +123,7 @@ func (d *decoder) member(fields []field, seen *uint32, r *request) *httperr.Erro
 
 // mismatch is for a value that is not of the kind wanted: it must still be JSON as far as it says
 // what kind it is.
-func (d *decoder) mismatch(field, want string) *httperr.Error {
+func (d *Decoder) mismatch(field, want string) *httperr.Error {
 	got := ""
 	switch c := d.peek(); {
 	case c == '{':
@@ -138,7 +154,7 @@ func (d *decoder) mismatch(field, want string) *httperr.Error {
 }
 
 // word reads null, true or false.
-func (d *decoder) word() (string, *httperr.Error) {
+func (d *Decoder) word() (string, *httperr.Error) {
 	for _, w := range [...]string{"null", "true", "false"} {
 		if d.i >= len(d.b) || d.b[d.i] != w[0] {
 			continue
@@ -155,7 +171,7 @@ func (d *decoder) word() (string, *httperr.Error) {
 }
 
 // number reads a number and returns its text. Numbers beyond a float64 are refused.
-func (d *decoder) number() ([]byte, *httperr.Error) {
+func (d *Decoder) number() ([]byte, *httperr.Error) {
 	text, whole, err := d.digits()
 	if err == nil && (!whole || len(text) > 300) {
 		if v, _ := strconv.ParseFloat(string(text), 64); math.IsInf(v, 0) {
@@ -166,7 +182,7 @@ func (d *decoder) number() ([]byte, *httperr.Error) {
 }
 
 // digits reads the text of a number; whole tells that it has neither fraction nor exponent.
-func (d *decoder) digits() (text []byte, whole bool, err *httperr.Error) {
+func (d *Decoder) digits() (text []byte, whole bool, err *httperr.Error) {
 	from := d.i
 	run := func() bool {
 		at := d.i
@@ -206,7 +222,7 @@ func (d *decoder) digits() (text []byte, whole bool, err *httperr.Error) {
 }
 
 // text reads a string, which must be valid UTF-8. The result is good until the next call.
-func (d *decoder) text() ([]byte, *httperr.Error) {
+func (d *Decoder) text() ([]byte, *httperr.Error) {
 	d.i++
 	from := d.i
 	for d.i < len(d.b) {
@@ -229,7 +245,7 @@ func (d *decoder) text() ([]byte, *httperr.Error) {
 }
 
 // escaped goes on with a string that began at from and has its first escape here.
-func (d *decoder) escaped(from int) ([]byte, *httperr.Error) {
+func (d *Decoder) escaped(from int) ([]byte, *httperr.Error) {
 	d.scratch = append(d.scratch[:0], d.b[from:d.i]...)
 	for d.i < len(d.b) {
 		switch c := d.b[d.i]; {
@@ -258,7 +274,7 @@ func (d *decoder) escaped(from int) ([]byte, *httperr.Error) {
 var plain = [256]rune{'"': '"', '\\': '\\', '/': '/', 'b': '\b', 'f': '\f', 'n': '\n', 'r': '\r', 't': '\t'}
 
 // escape reads an escape sequence; one half of a pair alone means no character.
-func (d *decoder) escape() (rune, *httperr.Error) {
+func (d *Decoder) escape() (rune, *httperr.Error) {
 	first, isRune, err := d.unit()
 	if err != nil || isRune || !utf16.IsSurrogate(first) {
 		return first, err
@@ -276,7 +292,7 @@ func (d *decoder) escape() (rune, *httperr.Error) {
 }
 
 // unit reads one escape sequence: a character or, from \u, a UTF-16 unit.
-func (d *decoder) unit() (r rune, isRune bool, err *httperr.Error) {
+func (d *Decoder) unit() (r rune, isRune bool, err *httperr.Error) {
 	d.i++
 	if d.i >= len(d.b) {
 		return 0, false, d.notJSON("a string does not end")

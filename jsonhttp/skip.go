@@ -1,10 +1,10 @@
-package service
+package jsonhttp
 
 import "spillway/httperr"
 
 // skip passes over a value that means nothing to us. It may be nested to any depth, so what is
 // open is kept in a list: true for an object.
-func (d *decoder) skip() *httperr.Error {
+func (d *Decoder) skip() *httperr.Error {
 	var open []bool
 	for {
 		c := d.peek()
@@ -49,7 +49,7 @@ func closing(object bool) byte {
 }
 
 // close ends what ends after a value. It tells whether another value comes.
-func (d *decoder) close(open *[]bool) (more bool, err *httperr.Error) {
+func (d *Decoder) close(open *[]bool) (more bool, err *httperr.Error) {
 	for len(*open) > 0 {
 		object := (*open)[len(*open)-1]
 		switch d.peek() {
@@ -67,7 +67,7 @@ func (d *decoder) close(open *[]bool) (more bool, err *httperr.Error) {
 }
 
 // name reads the name of a member, in an object.
-func (d *decoder) name(object bool) *httperr.Error {
+func (d *Decoder) name(object bool) *httperr.Error {
 	if !object {
 		return nil
 	}
@@ -85,7 +85,7 @@ func (d *decoder) name(object bool) *httperr.Error {
 }
 
 // skipText passes over a string, whatever characters its bytes and escapes make.
-func (d *decoder) skipText() *httperr.Error {
+func (d *Decoder) skipText() *httperr.Error {
 	d.i++
 	for d.i < len(d.b) {
 		switch c := d.b[d.i]; {
