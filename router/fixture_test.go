@@ -44,12 +44,18 @@ func limits(decode *float64, prefill *uint64) busy.Config {
 
 func newRig(t testing.TB, mode router.Mode, limits busy.Config, workers ...worker.Worker) *rig {
 	t.Helper()
+	return newSized(t, mode, limits, 0, workers...)
+}
+
+// newSized is newRig with a queue of so many places.
+func newSized(t testing.TB, mode router.Mode, limits busy.Config, queue int, workers ...worker.Worker) *rig {
+	t.Helper()
 	catalog, err := worker.NewCatalog([]string{"M"}, nil)
 	if err != nil {
 		t.Fatalf("NewCatalog = %v", err)
 	}
 	cfg := router.DefaultConfig()
-	cfg.Mode = mode
+	cfg.Mode, cfg.QueueSize = mode, queue
 	f := &rig{t: t, r: router.New(cfg, limits, catalog, rand.New(rand.NewPCG(1, 2)))}
 	for _, w := range workers {
 		f.register(w)

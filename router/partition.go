@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"spillway/busy"
@@ -31,6 +32,8 @@ type Partition struct {
 	Busy    *busy.List       // thresholds, reports and verdicts
 	Tracker *tracker.Tracker // what the ranks have been promised
 	mode    Mode
+	places  *places      // of the model
+	waiting atomic.Int64 // queue.n, for those who do not hold mu
 
 	mu    sync.Mutex // guards the fields below; held over pick and Reserve, before the locks of Busy and Tracker
 	rng   *rand.Rand
@@ -38,6 +41,7 @@ type Partition struct {
 	slots []candidate // by the slot that Busy gave the worker
 	fit   []int32     // scratch: slots that may be picked
 	rooms []busy.Room // scratch: ranks that may be picked
+	queue queue       // requests that wait
 }
 
 // candidate is a registered worker; the zero value is an empty slot.
@@ -59,6 +63,8 @@ type Query struct {
 	DP           *uint32          // pin to a rank, or nil
 }
 
+func (q *Query) pinned() bool { return q.Worker != nil || q.DP != nil }
+
 // Selection is where a request goes. Its load is booked until Free.
 type Selection struct {
 	Worker    *worker.Worker
@@ -72,9 +78,14 @@ type Selection struct {
 
 // Select picks a rank and books the request on it, in one step. It returns one of the errors
 // above except ErrUnknownModel, or one that wraps tracker.ErrDuplicate; then nothing is booked.
+// It does not look at who waits: see Wait.
 func (p *Partition) Select(q Query, now time.Time) (Selection, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	return p.selectLocked(&q, now)
+}
+
+func (p *Partition) selectLocked(q *Query, now time.Time) (Selection, error) {
 	if p.Busy.Due(now) {
 		p.Busy.Tick(now)
 	}
@@ -85,28 +96,42 @@ func (p *Partition) Select(q Query, now time.Time) (Selection, error) {
 	case p.mode == Direct && q.Worker == nil:
 		return Selection{}, ErrPinMissing
 	}
-	sel, err := p.placeLocked(p.suitableLocked(snap.FreeSlots, &q, q.Exclude), &q, false, now)
+	sel, err := p.placeLocked(p.suitableLocked(snap.FreeSlots, q, q.Exclude), q, false, now)
 	if !errors.Is(err, tracker.ErrBusy) {
 		return sel, err
 	}
 	snap = p.Busy.Snapshot() // a report may have come in since
-	pinned := q.Worker != nil || q.DP != nil
+	if err := p.refusalLocked(q, snap); err != nil {
+		return Selection{}, err
+	}
+	// Those that the request may use are all marked.
+	sel, err = p.placeLocked(p.suitableLocked(snap.RoutableSlots, q, q.Exclude), q, true, now)
+	if errors.Is(err, tracker.ErrBusy) {
+		return Selection{}, busyError(q)
+	}
+	return sel, err
+}
+
+// refusalLocked is why there is no free worker for q, or nil if only marks are in the way: without
+// thresholds they are no more than a preference.
+func (p *Partition) refusalLocked(q *Query, snap *busy.Snapshot) error {
 	switch {
-	case pinned && len(p.suitableLocked(snap.RegisteredSlots, &q, nil)) == 0:
-		return Selection{}, ErrPinUnknown
-	case len(p.suitableLocked(snap.RoutableSlots, &q, q.Exclude)) == 0:
-		return Selection{}, ErrUnroutable
+	case q.pinned() && len(p.suitableLocked(snap.RegisteredSlots, q, nil)) == 0:
+		return ErrPinUnknown
+	case len(p.suitableLocked(snap.RoutableSlots, q, q.Exclude)) == 0:
+		return ErrUnroutable
 	case !snap.ThresholdsSet:
-		// Marks are only a preference then, and those that the request may use are all marked.
-		sel, err = p.placeLocked(p.suitableLocked(snap.RoutableSlots, &q, q.Exclude), &q, true, now)
+		return nil
 	}
-	switch {
-	case !errors.Is(err, tracker.ErrBusy):
-		return sel, err
-	case pinned:
-		return Selection{}, ErrPinBusy
+	return busyError(q)
+}
+
+// busyError is the refusal of q where all are busy.
+func busyError(q *Query) error {
+	if q.pinned() {
+		return ErrPinBusy
 	}
-	return Selection{}, ErrOverloaded
+	return ErrOverloaded
 }
 
 // suitableLocked returns those of slots, which are in the order of worker IDs, that the request

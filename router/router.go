@@ -30,13 +30,20 @@ const (
 type Config struct {
 	Mode              Mode `koanf:"router-mode" dyn:"DYN_ROUTER_MODE" usage:"how a worker is picked: round-robin, random, power-of-two, least-loaded or direct"`
 	TrackOutputBlocks bool `koanf:"router-track-output-blocks" dyn:"DYN_ROUTER_TRACK_OUTPUT_BLOCKS" usage:"book KV blocks for generated tokens too, not only for prompts"`
+	QueueSize         int  `koanf:"-"` // requests of a model that may wait while all its workers are busy; 0 refuses them at once
 }
+
+// maxQueueSize bounds what one look at a queue may cost.
+const maxQueueSize = 65536
 
 // DefaultConfig is round-robin with output blocks tracked.
 func DefaultConfig() Config { return Config{Mode: RoundRobin, TrackOutputBlocks: true} }
 
-// Validate tells whether the mode exists.
+// Validate tells whether the mode exists and the queue is not too long.
 func (c Config) Validate() error {
+	if c.QueueSize < 0 || c.QueueSize > maxQueueSize {
+		return fmt.Errorf("queue-size: %d is not within 0..%d", c.QueueSize, maxQueueSize)
+	}
 	switch c.Mode {
 	case RoundRobin, Random, PowerOfTwo, LeastLoaded, Direct:
 		return nil
@@ -53,6 +60,7 @@ type Router struct {
 	mu         sync.Mutex // guards changes of view and the fields below; taken before a partition's lock
 	rng        *rand.Rand
 	thresholds map[string]busy.Thresholds // by canonical model; kept while the process lives
+	places     map[string]*places         // likewise
 }
 
 // view is one immutable picture: a request works with the one it began with.
@@ -64,7 +72,7 @@ type view struct {
 // New returns a router that knows the models of catalog and, until Register, no worker. rng
 // breaks ties; it belongs to the router from now on.
 func New(cfg Config, busyCfg busy.Config, catalog *worker.Catalog, rng *rand.Rand) *Router {
-	r := &Router{cfg: cfg, busyCfg: busyCfg, rng: rng, thresholds: map[string]busy.Thresholds{}}
+	r := &Router{cfg: cfg, busyCfg: busyCfg, rng: rng, thresholds: map[string]busy.Thresholds{}, places: map[string]*places{}}
 	r.view.Store(&view{catalog: catalog, partitions: map[worker.Partition]*Partition{}})
 	return r
 }
@@ -106,11 +114,12 @@ func (r *Router) Unregister(id worker.ID, now time.Time) {
 	r.publishLocked(old.catalog.Without(id), nil)
 }
 
-// publishLocked swaps the view: the partitions that still have workers, and added.
+// publishLocked swaps the view: the partitions that still have workers or requests that wait for
+// one and have to be told, and added.
 func (r *Router) publishLocked(catalog *worker.Catalog, added *Partition) {
 	next := &view{catalog: catalog, partitions: map[worker.Partition]*Partition{}}
 	for key, p := range r.view.Load().partitions {
-		if len(p.Busy.Snapshot().Registered) > 0 {
+		if len(p.Busy.Snapshot().Registered) > 0 || p.Waiting() > 0 {
 			next.partitions[key] = p
 		}
 	}
@@ -122,8 +131,11 @@ func (r *Router) publishLocked(catalog *worker.Catalog, added *Partition) {
 
 func (r *Router) newPartitionLocked(key worker.Partition, now time.Time) *Partition {
 	books := tracker.New(tracker.DefaultConfig())
+	if r.places[key.Model] == nil {
+		r.places[key.Model] = &places{limit: r.cfg.QueueSize}
+	}
 	p := &Partition{
-		Key: key, Busy: busy.New(r.busyCfg, books), Tracker: books,
+		Key: key, Busy: busy.New(r.busyCfg, books), Tracker: books, places: r.places[key.Model],
 		mode: r.cfg.Mode, rng: rand.New(rand.NewPCG(r.rng.Uint64(), r.rng.Uint64())),
 	}
 	p.Busy.SetThresholds(r.thresholdsLocked(key.Model), now)
@@ -157,6 +169,9 @@ func (r *Router) Resolve(model, tenant string) (Target, error) {
 
 // TracksOutput tells whether KV blocks of generated tokens are to be booked.
 func (r *Router) TracksOutput() bool { return r.cfg.TrackOutputBlocks }
+
+// Queues tells whether requests may wait while all workers are busy.
+func (r *Router) Queues() bool { return r.cfg.QueueSize > 0 }
 
 // Catalog is the present picture of workers and models.
 func (r *Router) Catalog() *worker.Catalog { return r.view.Load().catalog }
