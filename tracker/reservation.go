@@ -215,7 +215,7 @@ func (t *Tracker) freeLocked(b *booking, now time.Time) {
 }
 
 // maxSpare bounds the ended bookings that are kept for new ones.
-const maxSpare = 1024
+const maxSpare = 64
 
 // takeLocked returns a booking to fill in.
 func (t *Tracker) takeLocked() *booking {
