@@ -269,7 +269,7 @@ func TestHashedExamples(t *testing.T) {
 }
 
 func TestPartitions(t *testing.T) {
-	ps := kvindex.NewPartitions(kvindex.Config{MaxEntries: 10})
+	ps := kvindex.NewPartitions(kvindex.Config{MaxEntries: 10, MaxRanks: 10})
 	one, two := worker.Partition{Model: "m", Tenant: "t1"}, worker.Partition{Model: "m", Tenant: "t2"}
 	if ps.Partition(one) != nil {
 		t.Error("there is a partition that nobody made")

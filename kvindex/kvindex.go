@@ -10,20 +10,31 @@ import "fmt"
 // 3 and 5 GB.
 const DefaultMaxEntries = 50_000_000
 
+// DefaultMaxRanks is far more than any fleet has.
+const DefaultMaxRanks = 65536
+
 // Config is what an operator may choose.
 type Config struct {
 	// MaxEntries is how many (block, rank, tier) entries may be held, over all partitions that
 	// share the Config's Partitions. A store that could exceed it is refused whole.
 	MaxEntries int `koanf:"kv-index-max-entries" usage:"entries (block, rank, tier) that the KV index may hold, at up to 100 bytes each; further blocks are ignored and counted"`
+
+	// MaxRanks is how many ranks one partition may hear of. A batch can name any rank.
+	MaxRanks int `koanf:"kv-index-max-ranks" usage:"ranks that the KV index may know in one partition; events of further ones are ignored and counted"`
 }
 
 // DefaultConfig returns the defaults.
-func DefaultConfig() Config { return Config{MaxEntries: DefaultMaxEntries} }
+func DefaultConfig() Config {
+	return Config{MaxEntries: DefaultMaxEntries, MaxRanks: DefaultMaxRanks}
+}
 
 // Validate returns an error that begins with the key of a bad value.
 func (c Config) Validate() error {
 	if c.MaxEntries < 1 {
 		return fmt.Errorf("kv-index-max-entries: %d is not at least 1", c.MaxEntries)
+	}
+	if c.MaxRanks < 1 || c.MaxRanks > maxSeats {
+		return fmt.Errorf("kv-index-max-ranks: %d is not between 1 and %d", c.MaxRanks, maxSeats)
 	}
 	return nil
 }

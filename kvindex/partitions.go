@@ -83,7 +83,7 @@ func mismatch(p *Partition, blockSize int) error {
 }
 
 func (ps *Partitions) addLocked(name worker.Partition, blockSize int) *Partition {
-	p := &Partition{Name: name, Index: newIndex(&ps.budget)}
+	p := &Partition{Name: name, Index: newIndex(ps.cfg, &ps.budget)}
 	p.blockSize.Store(int64(blockSize))
 	ps.byName[name] = p
 	return p

@@ -1,0 +1,321 @@
+package kvindex
+
+import (
+	"math/bits"
+
+	"spillway/kvhash"
+	"spillway/worker"
+)
+
+// scratch is what a query works on.
+type scratch struct {
+	seqs []uint64 // sequence hashes, as far as they were needed
+	hits []hit
+	row  []uint64 // holders of a block that has more than a word tells
+
+	// Those who hold all blocks so far are in list, in order, or in set as bits.
+	dense bool
+	list  []uint32
+	set   []uint64
+
+	found []uint64 // bits of those in hits; all 0 between queries
+}
+
+// hit is the match of one seat on the device.
+type hit struct {
+	seat   uint32
+	blocks int
+}
+
+// Query finds how much of a prompt, given by the hashes of its blocks, each rank holds, in all
+// tiers, and leaves it in m. The time it takes depends on how much matches.
+func (x *Index) Query(local []uint64, m *Matches) { x.query(local, m, true) }
+
+// QueryDevice is Query for the device alone: Host and Disk are 0 in all matches.
+func (x *Index) QueryDevice(local []uint64, m *Matches) { x.query(local, m, false) }
+
+func (x *Index) query(local []uint64, m *Matches, lower bool) {
+	for range patience {
+		reused := x.seats.reused.Load()
+		x.queryOnce(local, m, lower)
+		if x.seats.reused.Load() == reused {
+			return // each seat belonged to one rank all the while
+		}
+	}
+	x.seats.mu.RLock() // ranks come and go; none can come now
+	defer x.seats.mu.RUnlock()
+	x.queryOnce(local, m, lower)
+}
+
+func (x *Index) queryOnce(local []uint64, m *Matches, lower bool) {
+	m.Ranks, m.hits = m.Ranks[:0], m.hits[:0]
+	if len(local) == 0 {
+		return
+	}
+	m.device(x.device, local)
+	p := x.seats.plan.Load() // after the seats were read, so that it has them all
+	for _, h := range m.hits {
+		r := &p.ranks[h.seat]
+		m.Ranks = append(m.Ranks, Match{Rank: worker.Rank{Worker: worker.ID(r.worker.Load()), DP: r.dp.Load()}, Device: h.blocks})
+	}
+	if lower {
+		m.lower(x, p, local)
+	}
+}
+
+// device finds who holds the longest prefix, block by block until nobody is left.
+func (m *Matches) device(b *blocks, local []uint64) {
+	m.seqs = append(m.seqs[:0], local[0])
+	var held, was holders
+	held, m.row = b.read(local[0], m.row)
+	if held == 0 {
+		return
+	}
+	m.start(held)
+	was = held
+	for i := 1; i < len(local); i++ {
+		seq := kvhash.Next(m.seqs[i-1], local[i])
+		m.seqs = append(m.seqs, seq)
+		if held, m.row = b.read(seq, m.row); held == was && held.inline() > 0 {
+			continue // the same few as before
+		}
+		was = held
+		if !m.keep(held, i) {
+			return
+		}
+	}
+	m.drop(len(local))
+}
+
+// start makes all of held those who hold all so far.
+func (m *Matches) start(held holders) {
+	m.list = m.list[:0]
+	if m.dense = held.inline() == 0 && held.dense(); m.dense {
+		m.set = append(m.set[:0], m.row...)
+		return
+	}
+	for i := range held.inline() {
+		m.list = append(m.list, held.seat(i))
+	}
+	if held.inline() == 0 {
+		for i := range held.count() {
+			m.list = append(m.list, listed(m.row, i))
+		}
+	}
+}
+
+// listed is the i-th seat of a row that is a list.
+func listed(row []uint64, i int) uint32 { return uint32(row[i/2] >> (32 * (i % 2))) }
+
+func (m *Matches) hit(seat uint32, blocks int) { m.hits = append(m.hits, hit{seat, blocks}) }
+
+// drop ends the match of all who are left.
+func (m *Matches) drop(blocks int) {
+	if !m.dense {
+		for _, s := range m.list {
+			m.hit(s, blocks)
+		}
+		return
+	}
+	for i, w := range m.set {
+		for ; w != 0; w &= w - 1 {
+			m.hit(uint32(i*64+bits.TrailingZeros64(w)), blocks)
+		}
+	}
+}
+
+// keep lets only those go on who hold the next block too; for the others the match ends. It tells
+// whether somebody is left.
+func (m *Matches) keep(held holders, blocks int) bool {
+	switch {
+	case held == 0:
+		m.drop(blocks)
+		return false
+	case m.dense && held.inline() == 0 && held.dense():
+		return m.intersect(blocks)
+	case m.dense:
+		m.choose(held, blocks)
+	case held.inline() == 0 && held.dense():
+		left := m.list[:0]
+		for _, s := range m.list {
+			if i := int(s / 64); i < len(m.row) && m.row[i]&(1<<(s%64)) != 0 {
+				left = append(left, s)
+			} else {
+				m.hit(s, blocks)
+			}
+		}
+		m.list = left
+	default:
+		m.merge(held, blocks)
+	}
+	return len(m.list) > 0
+}
+
+// intersect is keep for a set and a row of bits.
+func (m *Matches) intersect(blocks int) bool {
+	left := 0
+	for i, w := range m.set {
+		var row uint64
+		if i < len(m.row) {
+			row = m.row[i]
+		}
+		for gone := w &^ row; gone != 0; gone &= gone - 1 {
+			m.hit(uint32(i*64+bits.TrailingZeros64(gone)), blocks)
+		}
+		m.set[i] = w & row
+		left += bits.OnesCount64(w & row)
+	}
+	if 2*left < len(m.set) { // a list is shorter
+		m.list = m.list[:0]
+		for i, w := range m.set {
+			for ; w != 0; w &= w - 1 {
+				m.list = append(m.list, uint32(i*64+bits.TrailingZeros64(w)))
+			}
+		}
+		m.dense = false
+	}
+	return left > 0
+}
+
+// choose is keep for a set and holders that are listed.
+func (m *Matches) choose(held holders, blocks int) {
+	m.list = m.list[:0]
+	take := func(s uint32) {
+		if i := int(s / 64); i < len(m.set) && m.set[i]&(1<<(s%64)) != 0 {
+			m.list = append(m.list, s)
+			m.set[i] &^= 1 << (s % 64)
+		}
+	}
+	if n := held.inline(); n > 0 {
+		for i := range n {
+			take(held.seat(i))
+		}
+	} else {
+		for i := range held.count() {
+			take(listed(m.row, i))
+		}
+	}
+	m.drop(blocks)
+	m.dense = false
+}
+
+// merge is keep for a list and holders that are listed. Both are in order.
+func (m *Matches) merge(held holders, blocks int) {
+	n := held.inline()
+	few := n > 0
+	if !few {
+		n = held.count()
+	}
+	left, i := m.list[:0], 0
+	for _, s := range m.list {
+		for ; i < n; i++ {
+			if few && held.seat(i) >= s || !few && listed(m.row, i) >= s {
+				break
+			}
+		}
+		if i < n && (few && held.seat(i) == s || !few && listed(m.row, i) == s) {
+			left = append(left, s)
+		} else {
+			m.hit(s, blocks)
+		}
+	}
+	m.list = left
+}
+
+// lower extends the matches by what lower tiers hold, and adds those of ranks whose first block
+// is only there.
+func (m *Matches) lower(x *Index, p *plan, local []uint64) {
+	for i, h := range m.hits {
+		if p.lower[h.seat].Load() != 0 {
+			m.walk(p.sources[h.seat].Load(), &m.Ranks[i], local)
+		}
+	}
+	var roots [worker.Tiers]bool
+	for t := worker.HostPinned; t < worker.Tiers; t++ {
+		roots[t] = !x.roots[t].empty(local[0])
+	}
+	if roots == [worker.Tiers]bool{} {
+		return
+	}
+	m.found = fit(m.found, len(p.sources))
+	for _, h := range m.hits {
+		m.found[h.seat/64] |= 1 << (h.seat % 64)
+	}
+	for t := worker.HostPinned; t < worker.Tiers; t++ {
+		if !roots[t] {
+			continue
+		}
+		var held holders
+		if held, m.row = x.roots[t].read(local[0], m.row); held == 0 {
+			continue
+		}
+		m.start(held)
+		if m.dense { // as a list
+			m.dense = false
+			for i, w := range m.set {
+				for ; w != 0; w &= w - 1 {
+					m.list = append(m.list, uint32(i*64+bits.TrailingZeros64(w)))
+				}
+			}
+		}
+		for _, seat := range m.list {
+			if int(seat) >= len(p.sources) || m.found[seat/64]&(1<<(seat%64)) != 0 {
+				continue // it has come after we got the plan, or has a match already
+			}
+			m.found[seat/64] |= 1 << (seat % 64)
+			m.hit(seat, 0)
+			s := p.sources[seat].Load()
+			if s == nil {
+				continue
+			}
+			match := Match{Rank: s.rank}
+			if m.walk(s, &match, local); match.Host+match.Disk > 0 {
+				m.Ranks = append(m.Ranks, match)
+			}
+		}
+	}
+	for _, h := range m.hits {
+		m.found[h.seat/64] = 0
+	}
+}
+
+// fit returns a set of n bits, all 0. s is one that is too short, or all 0.
+func fit(s []uint64, n int) []uint64 {
+	if n = (n + 63) / 64; n > len(s) {
+		return make([]uint64, n)
+	}
+	return s
+}
+
+// walk extends a match by the lower tiers of its rank, each from where the one before it ends.
+func (m *Matches) walk(s *source, match *Match, local []uint64) {
+	if s == nil {
+		return
+	}
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	pos, last := match.Device, Parent{}
+	if pos > 0 {
+		engine, ok := s.aliases.newest(m.seqs[pos-1])
+		if !ok {
+			return // removed meanwhile
+		}
+		last = After(engine)
+	}
+	for t := worker.HostPinned; t < worker.Tiers; t++ {
+		e := s.lower[t]
+		for e != nil && pos < len(local) {
+			next, ok := e.next(last, local[pos])
+			if !ok {
+				break
+			}
+			last = After(next)
+			pos++
+			if t == worker.HostPinned {
+				match.Host++
+			} else {
+				match.Disk++
+			}
+		}
+	}
+}
