@@ -85,6 +85,7 @@ type Error struct {
 	Reason  Reason // "" unless it is a refusal
 	Message string // public; never holds addresses, paths or prompts
 	Detail  error  // private, for logs; nil if Message says it all
+	Details any    // public, the body's details; nil for none
 
 	// RetryAfter is when the client may come back; 0 leaves it to the configured default.
 	RetryAfter time.Duration
@@ -174,6 +175,7 @@ func From(err error, model string, overload int) *Error {
 	}
 	var e *Error
 	var he *echo.HTTPError
+	var full *router.QueueFullError
 	switch {
 	case errors.As(err, &e):
 		return e
@@ -181,6 +183,10 @@ func From(err error, model string, overload int) *Error {
 		return From(router.ErrOverloaded, model, overload)
 	case errors.Is(err, router.ErrPinBusy):
 		return &Error{Status: overload, Cause: Overload, Reason: OverloadedPinned, Message: PinnedBusyMessage}
+	case errors.As(err, &full):
+		return &Error{Status: overload, Cause: Overload, Reason: QueueFull, Message: BusyMessage, Details: limitDetails{"requests", full.Current, full.Limit}}
+	case errors.Is(err, router.ErrQueueTimeout):
+		return &Error{Status: overload, Cause: Overload, Reason: QueueTimeout, Message: BusyMessage}
 	case errors.Is(err, router.ErrUnknownModel):
 		return &Error{Status: 404, Cause: NotFound, Message: fmt.Sprintf("Model not found: %s", printable(model))}
 	case errors.Is(err, router.ErrNoWorkers):
@@ -195,6 +201,14 @@ func From(err error, model string, overload int) *Error {
 		return fromEcho(he)
 	}
 	return &Error{Status: 500, Cause: Internal, Message: "Internal server error", Detail: err}
+}
+
+// limitDetails are the details of a refusal because a limit is reached, in the order that Dynamo
+// has them.
+type limitDetails struct {
+	Kind    string `json:"limit_kind"`
+	Current int    `json:"current"`
+	Limit   int    `json:"limit"`
 }
 
 func unavailable(model string) string {

@@ -98,6 +98,9 @@ func (x *exchange) fields(now time.Time) []slog.Attr {
 		}
 		to = append(to, slog.Int("attempts", x.attempts))
 	}
+	if x.queued > 0 {
+		to = append(to, slog.Float64("queue_ms", ms(x.queued)))
+	}
 	if u := &out.usage; u.known {
 		to = append(to, slog.Uint64("prompt_tokens", u.prompt))
 		if u.cachedKnown {

@@ -56,6 +56,7 @@ func (x *exchange) admit(h hints) error {
 	now := time.Now()
 	x.enter(route, now)
 	x.wait.deadline = x.deadlineOf(now)
+	x.tenant, x.mayWait = h.tenant, x.s.queues && !batched(x.req.Header)
 	x.estimate = x.scan.promptTokens()
 	x.query = router.Query{
 		PromptTokens: x.estimate, NoDecode: !x.ep.decodes, Only: x.target.Only, DP: h.dp,
@@ -74,9 +75,10 @@ func (x *exchange) admit(h hints) error {
 	var failedAt time.Time // of last
 	for {
 		err := x.reserve(now)
-		if first == nil && (err == nil || errors.Is(err, router.ErrOverloaded) || errors.Is(err, router.ErrPinBusy)) {
+		if first == nil && (err == nil || x.queued > 0 || overloadedBy(err)) {
 			x.counts.issued[x.ep.index].Add(1) // it has reached admission
 		}
+		x.mayWait = false // a further attempt finds room or does not
 		if err != nil {
 			if first != nil { // nowhere left to retry: the first failure is the answer
 				err = first
@@ -107,6 +109,15 @@ func (x *exchange) admit(h hints) error {
 	}
 }
 
+// overloadedBy tells whether a request was not placed because of load.
+func overloadedBy(err error) bool {
+	if err == nil {
+		return false
+	}
+	var full *router.QueueFullError
+	return errors.Is(err, router.ErrOverloaded) || errors.Is(err, router.ErrPinBusy) || errors.Is(err, router.ErrQueueTimeout) || errors.As(err, &full)
+}
+
 // retries is how many further attempts a failure allows. Where nothing was processed there is
 // always one.
 func (x *exchange) retries(f *failure) int {
@@ -123,12 +134,12 @@ func (x *exchange) reserve(now time.Time) error {
 		x.s.metrics.routerStarted.Add(1)
 	}
 	for {
-		err := x.book(now)
-		decided := x.decided(err, now)
+		placed, err := x.book(now)
+		decided := x.decided(err, placed)
 		if err == nil {
 			x.attempts++
-			x.sentAt = now
-			x.s.slots.expect(&x.slot, x.releaseAt(now))
+			x.sentAt = placed
+			x.s.slots.expect(&x.slot, x.releaseAt(placed))
 		}
 		if !errors.Is(err, errTried) {
 			return err
@@ -139,12 +150,13 @@ func (x *exchange) reserve(now time.Time) error {
 	}
 }
 
-// book does one round of reserve. It returns errTried where the next round may do better.
-func (x *exchange) book(now time.Time) error {
+// book does one round of reserve. It returns when the request was placed or refused: now, or when
+// its waiting ended. The error is errTried where the next round may do better.
+func (x *exchange) book(now time.Time) (time.Time, error) {
 	x.query.Reservation = reservationID()
-	sel, err := x.target.Partition.Select(x.query, now)
+	sel, now, err := x.place(now)
 	if err != nil {
-		return err
+		return now, err
 	}
 	x.sel = sel
 	x.slot = slot{id: x.query.Reservation, part: x.target.Partition, prefill: true}
@@ -153,13 +165,13 @@ func (x *exchange) book(now time.Time) error {
 	x.s.shareBooked(x)
 	x.verdict = neutral
 	if x.peer, err = x.s.peer(sel.Worker, x.target.Partition.Busy); err != nil {
-		return err
+		return now, err
 	}
 	var ok bool
 	if x.permit, ok = x.peer.circuit.allow(now); !ok {
-		return errTried
+		return now, errTried
 	}
-	return nil
+	return now, nil
 }
 
 // releaseAt is when the prefill is taken to be done although the worker has not shown it: a

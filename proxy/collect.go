@@ -107,6 +107,9 @@ func (m *metrics) collectAnswers(p page, mm *modelMetrics, model labels) {
 	for i, outcome := range migrationOutcomes {
 		p.histogram(f.migrationTime, labeled("model", mm.name, "migration_type", "new_request", "outcome", outcome), mm.migrations[i])
 	}
+	if m.server.queues {
+		m.collectQueue(p, mm)
+	}
 	p.histogram(f.duration, model, mm.duration)
 	p.histogram(f.ttft, model, mm.ttft)
 	p.histogram(f.itl, model, mm.itl)
@@ -114,6 +117,26 @@ func (m *metrics) collectAnswers(p page, mm *modelMetrics, model labels) {
 	p.histogram(f.cached, model, mm.cached)
 	p.histogram(f.output, model, mm.output)
 	p.histogram(f.embed, model, mm.embedding)
+}
+
+// collectQueue tells of those of a model who wait for a worker, or have. All are of one class.
+func (m *metrics) collectQueue(p page, mm *modelMetrics) {
+	f := m.families
+	for i, outcome := range queueOutcomes {
+		p.histogram(f.queueWait, labeled("model", mm.name, "outcome", outcome), mm.queueWait[i])
+	}
+	requests, tokens := 0, uint64(0)
+	m.server.router.Partitions(mm.name, func(part *router.Partition) {
+		requests += part.Waiting()
+		tokens += part.WaitingTokens()
+	})
+	class := []string{"model", mm.name, "worker_type", "decode", "policy_class", "default"}
+	p.put(f.queueRequests, labeled(class...), float64(requests))
+	p.count(f.queueTokens, labeled(class...), tokens)
+	for _, reason := range []httperr.Reason{httperr.QueueFull, httperr.QueueTimeout} {
+		l := labeled(append(class[:len(class):len(class)], "reason", string(reason))...)
+		p.count(f.queueRefused, l, mm.rejections[slices.Index(httperr.Reasons, reason)].Load())
+	}
 }
 
 // collectProcess tells what is counted over all models.

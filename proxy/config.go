@@ -43,6 +43,8 @@ type Config struct {
 	SSEKeepAliveInterval    time.Duration `koanf:"sse-keep-alive-interval" dyn:"DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS" bad:"dyn" usage:"pause after which a stream is sent a comment; 0 is off"`
 	UnaryPrefill            string        `koanf:"unary-prefill" usage:"when the prefill load of a request that does not stream ends: estimate, or hold until the response head"`
 	SlotMaxAge              time.Duration `koanf:"slot-max-age" usage:"age without progress at which a reservation whose request is gone counts as leaked"`
+	QueueTimeout            time.Duration `koanf:"queue-timeout" usage:"longest time for which a request waits for a worker, with queue-size"`
+	QueueTimeoutStatus      string        `koanf:"queue-timeout-status" usage:"status of a refusal after such a wait: overload, for that of overload-status-code, or 408"`
 	OverloadStatusCode      string        `koanf:"overload-status-code" dyn:"DYN_HTTP_OVERLOAD_STATUS_CODE" usage:"status of a refusal because of load"`
 	RetryAfter              string        `koanf:"retry-after" usage:"seconds for Retry-After on such a refusal; 0 sends none, auto follows the rate at which room is freed"`
 	ErrorEnvelope           string        `koanf:"error-envelope" usage:"shape of error bodies: flat, or openai to wrap them in an error object"`
@@ -80,6 +82,12 @@ type Config struct {
 	Histograms *buckets.Shapes `koanf:"-"` // buckets as the environment reshapes them; nil: as documented
 }
 
+// The values of QueueTimeoutStatus.
+const (
+	timeoutStatusOverload = "overload"
+	timeoutStatus408      = "408"
+)
+
 // DefaultConfig is the documented front end.
 func DefaultConfig() Config {
 	return Config{
@@ -90,6 +98,7 @@ func DefaultConfig() Config {
 		CanaryTimeout:      3 * time.Second,
 		CBFailureThreshold: 10, CBWindow: 2 * time.Minute, CBOpen: time.Minute, CBSuccessThreshold: 3,
 		CommitOn: "event", UnaryPrefill: "estimate", SlotMaxAge: 10 * time.Minute,
+		QueueTimeout: 5 * time.Second, QueueTimeoutStatus: timeoutStatusOverload,
 		OverloadStatusCode: "503", RetryAfter: "1", ErrorEnvelope: "flat", MetricsPrefix: "dynamo_frontend", MetadataHeader: "x-dynamo-meta-",
 		ChatPath: "/v1/chat/completions", CompletionsPath: "/v1/completions", EmbeddingsPath: "/v1/embeddings",
 		ResponsesPath: "/v1/responses", AnthropicPath: "/v1/messages", ModelsPath: "/v1/models", HealthPath: "/health", LivePath: "/live", MetricsPath: "/metrics",
@@ -117,7 +126,7 @@ func (c Config) Validate() error {
 	for key, d := range map[string]time.Duration{
 		"dial-timeout": c.DialTimeout, "client-write-timeout": c.ClientWriteTimeout,
 		"client-read-timeout": c.ClientReadTimeout, "client-idle-timeout": c.ClientIdleTimeout, "slot-max-age": c.SlotMaxAge,
-		"canary-timeout": c.CanaryTimeout, "cb-window": c.CBWindow, "cb-open": c.CBOpen,
+		"queue-timeout": c.QueueTimeout, "canary-timeout": c.CanaryTimeout, "cb-window": c.CBWindow, "cb-open": c.CBOpen,
 	} {
 		if d <= 0 {
 			fail(key, "%v is not positive", d)
@@ -137,6 +146,12 @@ func (c Config) Validate() error {
 	}
 	if c.CBSuccessThreshold == 0 {
 		fail("cb-success-threshold", "0 is not above 0")
+	}
+	if c.QueueTimeout > maxTimeout {
+		fail("queue-timeout", "%v is longer than %v", c.QueueTimeout, maxTimeout)
+	}
+	if c.QueueTimeoutStatus != timeoutStatusOverload && c.QueueTimeoutStatus != timeoutStatus408 {
+		fail("queue-timeout-status", "%q is neither overload nor 408", c.QueueTimeoutStatus)
 	}
 	if c.CommitOn != "event" && c.CommitOn != "head" {
 		fail("commit-on", "%q is neither event nor head", c.CommitOn)

@@ -181,7 +181,7 @@ type anthropicError struct {
 
 // error renders an error body in the dialect.
 func (d dialect) error(envelope string, e *httperr.Error) []byte {
-	flat := flatBody{Message: e.Message, Type: e.Type(), Code: e.Status}
+	flat := flatBody{e.Message, e.Type(), e.Status, e.Details}
 	var v any = flat
 	switch {
 	case d == anthropic:

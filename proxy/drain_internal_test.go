@@ -24,7 +24,7 @@ func TestDrainTime(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				s := &Server{drained: make(chan struct{}, 1), log: slog.New(slog.DiscardHandler), cfg: Config{DrainDelay: delay, DrainTimeout: timeout}}
+				s := &Server{drained: make(chan struct{}, 1), waitOver: make(chan struct{}), log: slog.New(slog.DiscardHandler), cfg: Config{DrainDelay: delay, DrainTimeout: timeout}}
 				for range tt.requests {
 					if !s.admitting() {
 						t.Fatal("refused before the drain")

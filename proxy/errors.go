@@ -15,10 +15,10 @@ import (
 // flatBody is the body of every error but those of /busy_threshold, /workers and Anthropic's API; the order of its keys is part
 // of the contract.
 type flatBody struct {
-	Message string         `json:"message"`
-	Type    string         `json:"type"`
-	Code    int            `json:"code"`
-	Details map[string]any `json:"details,omitempty"`
+	Message string `json:"message"`
+	Type    string `json:"type"`
+	Code    int    `json:"code"`
+	Details any    `json:"details,omitempty"`
 }
 
 // measured is the body of an answer with its Content-Length.

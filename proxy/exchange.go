@@ -46,9 +46,12 @@ type exchange struct {
 	permit   permit  // to use peer
 	verdict  verdict // on peer, of the present attempt
 	attempts int
-	sentAt   time.Time // of the present attempt
-	waiting  bool      // counted in dynamo_queued_requests
-	armed    time.Time // when the write deadline was last set
+	sentAt   time.Time     // of the present attempt
+	waiting  bool          // counted in dynamo_queued_requests
+	tenant   string        // as the client says
+	mayWait  bool          // for a worker, if all are busy
+	queued   time.Duration // spent so
+	armed    time.Time     // when the write deadline was last set
 	wait     wait
 	gone     bool // the client could not be written to
 	out      outcome
@@ -232,8 +235,11 @@ func (x *exchange) prepare() (h hints, err error) {
 // told is what a client would be told of err.
 func (x *exchange) told(err error) *httperr.Error {
 	e := httperr.From(err, x.askedModel, x.s.overload)
-	if e.Cause == httperr.Cancelled && x.stopped() {
+	switch {
+	case e.Cause == httperr.Cancelled && x.stopped():
 		return notReady()
+	case e.Reason == httperr.QueueTimeout:
+		e.Status = x.s.queueTimeout
 	}
 	return e
 }

@@ -22,6 +22,7 @@ type families struct {
 	totalBlocks, maxSeqs, maxBatched, context           family
 	blockSize, migrationLimit                           family
 	workers, threshold, rejections, retries             family
+	queueWait, queueRequests, queueTokens, queueRefused family // only if requests may wait
 	stageRequests, stageTime, disconnected, leaks       family // of the process, from here on
 	bodyMemory, bodyLimit                               family
 	scheduling, routing, routerStarted, routerRequests  family
@@ -33,7 +34,7 @@ type families struct {
 	signalAge, signalStale                              family
 	responses, inhibited, circuit, slots                family
 	durationShape, ttftShape, itlShape, inputShape      *shape
-	cachedShape, outputShape, embedShape                *shape
+	cachedShape, outputShape, embedShape, queueShape    *shape
 	stageShape, migrationShape, schedulingShape, routed *shape
 }
 
@@ -78,6 +79,7 @@ func (f *families) nameShapes(shapes *buckets.Shapes) {
 	f.cachedShape = shape("cached_tokens", perToken, 0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
 	f.outputShape = shape("output_sequence_tokens", perToken, 0, 100, 210, 430, 880, 1800, 3700, 7600, 16000, 32000)
 	f.embedShape = shape("embedding_latency_seconds", perSecond, 0, .002, .0041, .0084, .017, .035, .07, .14, .29, .59, 1.2, 2.4, 4.9, 10)
+	f.queueShape = shape("queue_wait_seconds", perSecond, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10)
 	f.stageShape = shape("stage_duration_seconds", perSecond, .0001, .0005, .001, .005, .01, .05, .1, .5, 1, 2.5, 5)
 	f.migrationShape = shape("model_migration_duration_seconds", perSecond, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 60)
 	var tripled []float64
@@ -118,6 +120,10 @@ func (f *families) nameModels(prefix string) {
 	f.workers = f.gauge("spillway_workers", "Registered workers by state.", "model", "state")
 	f.threshold = f.gauge("spillway_busy_threshold", "Thresholds in force; one that is not set has no series.", "model", "check")
 	f.rejections = f.counter("spillway_rejections_total", "Refused requests by the reason that X-Spillway-Reason gives.", "model", "reason")
+	f.queueWait = f.histogram("spillway_queue_wait_seconds", "Time that requests waited for a worker while all were busy, by how that ended.", "model", "outcome")
+	f.queueRequests = f.gauge(prefix+"router_queue_pending_requests", "Requests that wait for a worker because all are busy.", "model", "worker_type", "policy_class")
+	f.queueTokens = f.gauge(prefix+"router_queue_pending_isl_tokens", "Prompt tokens of these requests.", "model", "worker_type", "policy_class")
+	f.queueRefused = f.counter(prefix+"router_queue_backpressure_total", "Requests that found the queue full or waited in vain.", "model", "worker_type", "policy_class", "reason")
 	f.retries = f.counter("spillway_upstream_retries_total", "Attempts on a further worker, by why the one before failed.", "model", "reason")
 }
 

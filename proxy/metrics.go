@@ -79,6 +79,7 @@ type modelMetrics struct {
 	outputTokens     atomic.Uint64
 
 	duration, ttft, itl, input, cached, output, embedding *histogram
+	queueWait                                             [len(queueOutcomes)]*histogram
 	migrations                                            [len(migrationOutcomes)]*histogram
 }
 
@@ -119,6 +120,9 @@ func (m *metrics) newModel(name string) *modelMetrics {
 	}
 	for i := range mm.migrations {
 		mm.migrations[i] = newHistogram(f.migrationShape)
+	}
+	for i := range mm.queueWait {
+		mm.queueWait[i] = newHistogram(f.queueShape)
 	}
 	return mm
 }
@@ -220,7 +224,7 @@ func (x *exchange) decided(err error, from time.Time) (now time.Time) {
 		return now // there will be another round
 	}
 	if x.step == route {
-		x.s.metrics.routing.observe(int64(now.Sub(x.stepAt)), 1)
+		x.s.metrics.routing.observe(int64(now.Sub(x.stepAt)-x.queued), 1) // to wait for a worker is no overhead
 	}
 	next := dispatch
 	if err != nil {

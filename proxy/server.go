@@ -51,12 +51,15 @@ type Server struct {
 	trackOutput  bool                    // generated tokens are booked as KV blocks
 	retryValue   []string                // of Retry-After, if it is fixed
 	autoRetry    bool                    // else it follows the room that is freed
+	queues       bool                    // requests may wait for a worker
+	queueTimeout int                     // status of refusals of those who have
 	metrics      *metrics
 	registry     *prometheus.Registry
 
 	stage    atomic.Int32
 	inflight atomic.Int64  // inference requests whose answer is not written yet
 	drained  chan struct{} // told when inflight reaches 0 while draining
+	waitOver chan struct{} // closed when nobody may wait for a worker any more: the drain has begun
 
 	bodies  budget   // memory of request bodies
 	uploads uploads  // requests whose body is being read
@@ -80,8 +83,12 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 	}
 	s := &Server{
 		tls: serveTLS, apiKey: newSecret(cfg.APIKey), adminToken: newSecret(cfg.AdminToken),
-		cfg: cfg, router: r, log: log, registry: reg, drained: make(chan struct{}, 1),
+		cfg: cfg, router: r, log: log, registry: reg, drained: make(chan struct{}, 1), waitOver: make(chan struct{}), queues: r.Queues(),
 		overload: cfg.overloadStatus(log), retryValue: []string{cfg.RetryAfter}, autoRetry: cfg.RetryAfter == "auto", trackOutput: r.TracksOutput(), access: accessLog{log: log},
+	}
+	s.queueTimeout = s.overload
+	if cfg.QueueTimeoutStatus == timeoutStatus408 {
+		s.queueTimeout = http.StatusRequestTimeout
 	}
 	for d := range s.overloadBody {
 		s.overloadBody[d] = measure(dialect(d).error(cfg.ErrorEnvelope, &httperr.Error{
@@ -176,6 +183,7 @@ func (s *Server) drain() {
 		time.Sleep(s.cfg.DrainDelay)
 	}
 	s.enter(draining) // still listening: probes and refusals need answers
+	close(s.waitOver)
 	deadline := time.NewTimer(s.cfg.DrainTimeout)
 	defer deadline.Stop()
 	for s.inflight.Load() > 0 {

@@ -49,6 +49,7 @@ func (s *Server) endPrefill(part *router.Partition, id string, now time.Time) {
 	if rank, ok := part.PrefillDone(id, now); ok && s.share != nil {
 		s.share(Booking{Stage: PrefillDone, Partition: part.Key, ID: id, Rank: rank, BlockSize: part.Busy.BlockSize(rank.Worker)})
 	}
+	s.letGo(part, now)
 }
 
 // free gives back what is booked for a request.
@@ -56,4 +57,5 @@ func (s *Server) free(part *router.Partition, id string, now time.Time) {
 	if rank, ok := part.Free(id, now); ok && s.share != nil {
 		s.share(Booking{Stage: Freed, Partition: part.Key, ID: id, Rank: rank, BlockSize: part.Busy.BlockSize(rank.Worker)})
 	}
+	s.letGo(part, now)
 }

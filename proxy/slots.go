@@ -87,7 +87,7 @@ const (
 	sweepEvery   = 30 * time.Second
 )
 
-// tick releases predicted prefill, lets circuits become half-open, sends canaries and looks for
+// tick releases predicted prefill, lets waiting requests go, lets circuits become half-open, sends canaries and looks for
 // leaks until ctx ends.
 func (s *Server) tick(ctx context.Context) {
 	t := time.NewTicker(releaseEvery)
@@ -121,6 +121,7 @@ func (s *Server) tick(ctx context.Context) {
 				s.forgetGone()
 				sweep = now.Add(sweepEvery)
 			}
+			s.letAllGo("", now)
 		}
 	}
 }

@@ -122,6 +122,7 @@ func (s *Server) changeThresholds(c echo.Context, name string, change func(busy.
 	if !ok {
 		return refuse(c, &adminError{http.StatusNotFound, "model: " + strconv.Quote(name) + " is unknown"})
 	}
+	s.letAllGo(model, time.Now())
 	s.log.Info("thresholds changed", "model", model, "client", c.Request().RemoteAddr,
 		"old", newThresholdsBody(old), "new", newThresholdsBody(t))
 	return c.JSON(http.StatusOK, modelThresholds{model, newThresholdsBody(t)})

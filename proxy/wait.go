@@ -30,11 +30,7 @@ const maxTimeout = 24 * time.Hour
 func (x *exchange) deadlineOf(now time.Time) time.Time {
 	limit := x.s.cfg.RequestTimeout
 	if v := first(x.req.Header, "X-Request-Timeout-Ms"); v != "" {
-		n, err := strconv.ParseUint(strings.TrimSpace(v), 10, 64) // n is the largest there is if it is too large
-		asked := time.Duration(min(n, uint64(maxTimeout/time.Millisecond))) * time.Millisecond
-		switch {
-		case err != nil && !errors.Is(err, strconv.ErrRange), asked == 0: // nonsense asks for nothing
-		case limit == 0 || asked < limit:
+		if asked := milliseconds(v); asked > 0 && (limit == 0 || asked < limit) {
 			limit = asked
 		}
 	}
@@ -42,6 +38,15 @@ func (x *exchange) deadlineOf(now time.Time) time.Time {
 		return time.Time{}
 	}
 	return now.Add(limit)
+}
+
+// milliseconds reads a limit that a client sets, 0 where it asks for nothing sensible.
+func milliseconds(v string) time.Duration {
+	n, err := strconv.ParseUint(strings.TrimSpace(v), 10, 64) // n is the largest there is if it is too large
+	if err != nil && !errors.Is(err, strconv.ErrRange) {
+		return 0
+	}
+	return time.Duration(min(n, uint64(maxTimeout/time.Millisecond))) * time.Millisecond
 }
 
 // expired tells whether the time of the request as a whole is over.

@@ -30,7 +30,7 @@ const (
 type Config struct {
 	Mode              Mode `koanf:"router-mode" dyn:"DYN_ROUTER_MODE" usage:"how a worker is picked: round-robin, random, power-of-two, least-loaded or direct"`
 	TrackOutputBlocks bool `koanf:"router-track-output-blocks" dyn:"DYN_ROUTER_TRACK_OUTPUT_BLOCKS" usage:"book KV blocks for generated tokens too, not only for prompts"`
-	QueueSize         int  `koanf:"-"` // requests of a model that may wait while all its workers are busy; 0 refuses them at once
+	QueueSize         int  `koanf:"queue-size" usage:"requests of a model that may wait while all its workers are busy; 0 refuses them at once"`
 }
 
 // maxQueueSize bounds what one look at a queue may cost.

@@ -45,7 +45,7 @@ func TestDocsNameFlagsThatExist(t *testing.T) {
 // TestDocsNameMetricsThatExist also checks dashboard and alert rules: a series that is misspelt
 // there is a panel without data, or an alert that never fires.
 func TestDocsNameMetricsThatExist(t *testing.T) {
-	demo := start(t, nil, "demo", "--http-port", "0", "--port", "0")
+	demo := start(t, nil, "demo", "--http-port", "0", "--port", "0", "--queue-size", "10")
 	url := demo.await(`Front end: (\S+)\n`)
 	books := startSlotTracker(t)
 	books.must("/register", trackedWorker, 201)

@@ -118,6 +118,9 @@ func newFrontend(p process, cfg configs.Serving, fleet configs.Fleet, log *slog.
 		log.Warn("setting not used", "setting", w)
 	}
 	logChecks(log, cfg.Busy.Thresholds())
+	if routes.Queues() {
+		log.Info("requests wait while all workers are busy", "queue_size", cfg.Router.QueueSize, "queue_timeout", cfg.Proxy.QueueTimeout)
+	}
 	return &frontend{server: server, monitor: watcher, routes: routes, metrics: metrics, log: log}, nil
 }
 

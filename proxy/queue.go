@@ -1,0 +1,179 @@
+package proxy
+
+import (
+	"encoding/json"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	"spillway/httperr"
+	"spillway/router"
+)
+
+// place has a rank picked and booked for the request. If all are busy it waits for one, unless it
+// has been tried on a worker before or is of a batch. It returns what time it then is.
+func (x *exchange) place(now time.Time) (router.Selection, time.Time, error) {
+	part := x.target.Partition
+	if !x.s.queues {
+		sel, err := part.Select(x.query, now)
+		return sel, now, err
+	}
+	if part.Waiting() == 0 || !x.mayWait {
+		x.s.letGo(part, now) // ours must not take what others wait for
+		sel, err := part.Select(x.query, now)
+		if !x.mayWait || !overloadedBy(err) {
+			return sel, now, err
+		}
+	}
+	return x.await(part, now)
+}
+
+// await waits in the queue of the partition, in the goroutine of the request.
+func (x *exchange) await(part *router.Partition, now time.Time) (router.Selection, time.Time, error) {
+	ready := make(chan router.Admission, 1) // nobody who lets us go has to wait for us
+	order := x.order()
+	ticket := &router.Ticket{Query: x.query, Order: order, Owner: ready}
+	admitted, err := part.Wait(ticket, now)
+	wake(admitted)
+	if err != nil {
+		return router.Selection{}, now, err
+	}
+	select {
+	case a := <-ready: // it need not wait
+		return a.Selection, now, a.Err
+	default:
+	}
+	a, err := x.awaitTurn(part, ticket, ready, order.Deadline.Sub(now))
+	if err != nil {
+		a.Err = err
+	}
+	until := time.Now()
+	x.counts.queueWait[queueOutcome(a.Err)].observe(int64(until.Sub(now)), 1)
+	x.queued += until.Sub(now)
+	return a.Selection, until, a.Err
+}
+
+// awaitTurn waits until the ticket is let go or the wait has to end otherwise, then with an error.
+func (x *exchange) awaitTurn(part *router.Partition, ticket *router.Ticket, ready <-chan router.Admission, limit time.Duration) (router.Admission, error) {
+	timer := time.NewTimer(limit)
+	defer timer.Stop()
+	var why error
+	select {
+	case a := <-ready:
+		return a, nil
+	case <-timer.C:
+		why = router.ErrQueueTimeout
+	case <-x.req.Context().Done():
+		why = x.req.Context().Err()
+	case <-x.s.waitOver:
+		why = notReady()
+	}
+	if part.Leave(ticket) {
+		return router.Admission{}, why
+	}
+	a := <-ready // who let us go is about to say so
+	if a.Err == nil && x.req.Context().Err() != nil {
+		now := time.Now()
+		part.Free(ticket.Query.Reservation, now) // nobody has been told of the booking yet
+		x.s.letGo(part, now)
+		return router.Admission{}, x.req.Context().Err()
+	}
+	return a, nil
+}
+
+// wake tells requests that they have been let go.
+func wake(admitted []router.Admission) {
+	for i := range admitted {
+		admitted[i].Ticket.Owner.(chan router.Admission) <- admitted[i]
+	}
+}
+
+// letGo wakes those who wait for what has become free. It is called when that may be so: after a
+// request has given something back or thresholds have changed, and for all that others write into
+// core state (reports, health, workers, other replicas' bookings) every releaseEvery.
+func (s *Server) letGo(part *router.Partition, now time.Time) {
+	if part.Waiting() > 0 {
+		wake(part.Admit(now))
+	}
+}
+
+// letAllGo is letGo for each partition of a model, or of all if it is "".
+func (s *Server) letAllGo(model string, now time.Time) {
+	if s.queues {
+		s.router.Partitions(model, func(p *router.Partition) { s.letGo(p, now) })
+	}
+}
+
+// order is when the turn of the request comes, and how long it waits for that: counted from its
+// admission, so that waiting a second time does not take longer.
+func (x *exchange) order() router.Order {
+	o := router.Order{Tenant: x.tenant, Deadline: earlier(x.stepAt.Add(x.s.cfg.QueueTimeout), x.wait.deadline)}
+	if x.s.cfg.DisableRoutingHints {
+		return o
+	}
+	h := x.req.Header
+	if v, ok := either(h, "X-Llm-D-Inference-Fairness-Id", "X-Gateway-Inference-Fairness-Id"); ok && v != "" {
+		o.Tenant = v
+	}
+	if n, err := strconv.ParseUint(strings.TrimSpace(first(h, "X-Dynamo-Request-Strict-Priority")), 10, 32); err == nil {
+		o.StrictPriority = uint32(n)
+	}
+	if n, err := strconv.ParseInt(strings.TrimSpace(first(h, "X-Dynamo-Request-Priority")), 10, 32); err == nil {
+		o.Priority = int32(n)
+	} else if x.scan.nvext == object {
+		o.Priority = bodyPriority(x.body)
+	}
+	if v, ok := either(h, "X-Llm-D-Slo-Ttft-Ms", "X-Slo-Ttft-Ms"); ok {
+		if d := milliseconds(v); d > 0 {
+			o.Objective = x.start.Add(d)
+			o.Deadline = earlier(o.Deadline, o.Objective)
+		}
+	}
+	return o
+}
+
+// bodyPriority is nvext.agent_hints.priority of a request body, 0 if it is no int32.
+func bodyPriority(body []byte) (priority int32) {
+	c := cursor{b: body}
+	_ = c.object(func(key text) error { // it was read before without an error
+		c.space()
+		from := c.i
+		if err := c.skip(1); err != nil || !key.is("nvext") {
+			return err
+		}
+		var ext struct {
+			Hints struct {
+				Priority int32 `json:"priority"`
+			} `json:"agent_hints"`
+		}
+		priority = 0
+		if json.Unmarshal(body[from:c.i], &ext) == nil {
+			priority = ext.Hints.Priority
+		}
+		return nil
+	})
+	return priority
+}
+
+// batched tells whether the dispatcher sent the request: those have a queue of their own.
+func batched(h http.Header) bool { return first(h, "X-Spillway-Lane") == "batch" }
+
+// What becomes of a wait, by index in queueOutcomes.
+const (
+	queueAdmitted = iota
+	queueRefused
+	queueLeft
+)
+
+var queueOutcomes = [...]string{"admitted", "refused", "left"}
+
+func queueOutcome(err error) int {
+	switch {
+	case err == nil:
+		return queueAdmitted
+	case httperr.From(err, "", 0).Cause == httperr.Cancelled:
+		return queueLeft
+	}
+	return queueRefused
+}
