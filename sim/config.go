@@ -28,6 +28,11 @@ type Config struct {
 	ITLGrowth              float64       `koanf:"itl-growth" usage:"share of itl that a full rank adds to a decode step"`
 	PrefillStallsDecode    bool          `koanf:"prefill-stalls-decode" usage:"make decoding stand still while a prompt is computed"`
 	Speed                  float64       `koanf:"speed" usage:"divides all simulated times"`
+
+	KVEventsPort    int    `koanf:"kv-events-port" usage:"rank r of worker i publishes KV events on port + i*dp-size + r; 0 is off"`
+	KVReplayPort    int    `koanf:"kv-replay-port" usage:"likewise, to ask for KV events that were missed; 0 is off"`
+	KVReplayBatches int    `koanf:"kv-replay-batches" usage:"batches of KV events that a rank keeps for kv-replay-port, 64 MiB at most"`
+	KVEventsLayout  string `koanf:"kv-events-layout" usage:"array, as vLLM before 0.24 has it, or map"`
 }
 
 // DefaultConfig is one worker with one rank at 127.0.0.1:9001.
@@ -36,6 +41,7 @@ func DefaultConfig() Config {
 		Host: "127.0.0.1", Port: 9001, Count: 1, Model: "sim-model",
 		DPSize: 1, BlockSize: 16, KVBlocks: 8192, MaxNumSeqs: 64, MaxModelLen: 131072,
 		PrefillTokensPerSecond: 20000, ITL: 10 * time.Millisecond, ITLGrowth: 1, Speed: 1,
+		KVReplayBatches: 10_000, KVEventsLayout: "array",
 	}
 }
 
@@ -80,6 +86,40 @@ func (c Config) Validate() error {
 		bad("itl-growth: %v is not a number of 0 or more", c.ITLGrowth)
 	}
 	above("speed", c.Speed)
+	return errors.Join(errors.Join(errs...), c.validateKVEvents())
+}
+
+// validateKVEvents reports bad settings of KV events.
+func (c Config) validateKVEvents() error {
+	var errs []error
+	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	ranks := c.Count * c.DPSize
+	ports := []struct {
+		key        string
+		first, num int
+	}{{"port", c.Port, c.Count}, {"kv-events-port", c.KVEventsPort, ranks}, {"kv-replay-port", c.KVReplayPort, ranks}}
+	for i, p := range ports {
+		if p.first == 0 || i == 0 {
+			continue
+		}
+		if p.first < 0 || p.first+p.num-1 > 65535 {
+			bad("%s: %d ranks from port %d on need ports within 1..65535", p.key, p.num, p.first)
+		}
+		for _, o := range ports[:i] {
+			if o.first > 0 && o.first < p.first+p.num && p.first < o.first+o.num {
+				bad("%s: %d ports from %d on meet the %d of %s from %d on", p.key, p.num, p.first, o.num, o.key, o.first)
+			}
+		}
+	}
+	if c.KVReplayPort > 0 && c.KVEventsPort == 0 {
+		bad("kv-replay-port: there is nothing to replay without kv-events-port")
+	}
+	if c.KVReplayBatches < 1 || c.KVReplayBatches > 1<<20 {
+		bad("kv-replay-batches: %d is not within 1..%d", c.KVReplayBatches, 1<<20)
+	}
+	if _, ok := layouts[c.KVEventsLayout]; !ok {
+		bad("kv-events-layout: %q is neither array nor map", c.KVEventsLayout)
+	}
 	return errors.Join(errs...)
 }
 
@@ -93,5 +133,6 @@ func (c Config) engine() engine.Config {
 		KVBlocks:               c.KVBlocks,
 		PrefillStallsDecode:    c.PrefillStallsDecode,
 		Speed:                  c.Speed,
+		CacheEvents:            true,
 	}
 }

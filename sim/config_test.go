@@ -32,6 +32,14 @@ func TestConfigValidate(t *testing.T) {
 		{"itl: 0s is", func(c *sim.Config) { c.ITL = 0 }},
 		{"itl-growth: -1 is", func(c *sim.Config) { c.ITLGrowth = -1 }},
 		{"speed: +Inf is", func(c *sim.Config) { c.Speed = math.Inf(1) }},
+		{"kv-events-port: 1 ranks from port -1 on", func(c *sim.Config) { c.KVEventsPort = -1 }},
+		{"kv-events-port: 4 ranks from port 65533 on", func(c *sim.Config) { c.KVEventsPort, c.Count, c.DPSize = 65533, 2, 2 }},
+		{"kv-events-port: 2 ports from 9000 on meet the 1 of port", func(c *sim.Config) { c.KVEventsPort, c.DPSize = 9000, 2 }},
+		{"kv-replay-port: 2 ports from 5558 on meet the 2 of kv-events-port",
+			func(c *sim.Config) { c.KVEventsPort, c.KVReplayPort, c.DPSize = 5557, 5558, 2 }},
+		{"kv-replay-port: there is nothing to replay", func(c *sim.Config) { c.KVReplayPort = 5557 }},
+		{"kv-replay-batches: 0 is not", func(c *sim.Config) { c.KVReplayBatches = 0 }},
+		{`kv-events-layout: "list" is neither`, func(c *sim.Config) { c.KVEventsLayout = "list" }},
 	} {
 		cfg := sim.DefaultConfig()
 		tt.change(&cfg)

@@ -26,6 +26,11 @@ type rank struct {
 	news   []*choice // to be published
 	late   lateness
 	tally  tally
+
+	held    map[uint64]uint64 // what the prefix cache holds: by the engine's hash, kvhash's
+	changes []engine.CacheEvent
+	local   []uint64
+	feed    *feed // set once; nil without KV events
 }
 
 // tally is what a rank counts beside its engine.
@@ -68,7 +73,14 @@ func newRank(w *worker, dp int) (*rank, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &rank{worker: w, dp: dp, wake: make(chan struct{}, 1), eng: eng, open: make(map[uint64]*choice)}, nil
+	r := &rank{
+		worker: w, dp: dp, wake: make(chan struct{}, 1), eng: eng,
+		open: make(map[uint64]*choice), held: make(map[uint64]uint64),
+	}
+	if w.server.cfg.KVEventsPort > 0 {
+		r.feed = newFeed()
+	}
+	return r, nil
 }
 
 // run lets the engine's time pass until ctx ends.
@@ -135,6 +147,7 @@ func (r *rank) tellLocked(now time.Time) {
 		r.news[i] = nil
 	}
 	r.news = r.news[:0]
+	r.tellCacheLocked()
 }
 
 // rouseLocked wakes the goroutine if something is due before it would look.
@@ -172,6 +185,7 @@ func (r *rank) submit(c *choice, prompt, output []uint32, priority int) error {
 	if err == nil {
 		r.open[c.id] = c
 	}
+	r.tellCacheLocked()
 	r.rouseLocked()
 	return err
 }
@@ -185,6 +199,7 @@ func (r *rank) end(c *choice, whole bool) {
 		now := time.Now()
 		r.tellLocked(now)
 		r.eng.Abort(c.id, r.pace.engine(now))
+		r.tellCacheLocked()
 		r.tally.cut++
 		r.tally.undelivered += uint64(c.generated)
 		r.tally.afterLeaving += uint64(max(0, c.generated-c.had))

@@ -7,6 +7,9 @@
 // made of answers, connections and, for slow, the rank's clock; engines know nothing of them.
 // An answer that breaks off aborts its sequences like a client that leaves. docs/sim.md lists
 // them.
+//
+// What the ranks' prefix caches hold is published as KV events over ZMQ, if asked for, in step with
+// GET /sim/cache. Nothing that a subscriber does or leaves undone holds up a rank.
 package sim
 
 import (
@@ -18,6 +21,8 @@ import (
 	"strconv"
 	"sync"
 	"time"
+
+	zmq "github.com/pebbe/zmq4"
 )
 
 // unwind is how long Run waits for handlers to notice that it is over.
@@ -84,7 +89,7 @@ func (s *Server) Run(ctx context.Context, lns []net.Listener) error {
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
 	var parts sync.WaitGroup
-	errs := make([]error, len(s.workers))
+	errs := make([]error, len(s.workers)+1)
 	for i, w := range s.workers {
 		w.port = port(lns[i])
 		for _, r := range w.ranks {
@@ -98,7 +103,43 @@ func (s *Server) Run(ctx context.Context, lns []net.Listener) error {
 		})
 		s.log.Info("simulated worker listens", "worker", i, "address", lns[i].Addr().String(), "model", s.cfg.Model, "ranks", s.cfg.DPSize)
 	}
+	if s.cfg.KVEventsPort > 0 {
+		parts.Go(func() {
+			defer stop()
+			errs[len(s.workers)] = s.publish(ctx)
+		})
+		s.log.Info("simulated workers publish KV events", "port", s.cfg.KVEventsPort, "replay_port", s.cfg.KVReplayPort, "layout", s.cfg.KVEventsLayout)
+	}
 	parts.Wait()
+	return errors.Join(errs...)
+}
+
+// publish publishes the KV events of all ranks until ctx ends or one can not.
+func (s *Server) publish(ctx context.Context) (err error) {
+	zctx, err := zmq.NewContext()
+	if err != nil {
+		return fmt.Errorf("sim: starting libzmq: %w", err)
+	}
+	defer func() { err = errors.Join(err, zctx.Term()) }()
+	const socketsEach = 2
+	if err := zctx.SetMaxSockets(socketsEach * (s.cfg.Count*s.cfg.DPSize + 1)); err != nil {
+		return fmt.Errorf("sim: starting libzmq: %w", err)
+	}
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
+	var publishers sync.WaitGroup
+	errs := make([]error, s.cfg.Count*s.cfg.DPSize)
+	for i, w := range s.workers {
+		for _, r := range w.ranks {
+			at := i*s.cfg.DPSize + r.dp
+			publishers.Go(func() {
+				if errs[at] = newPublisher(s.cfg, i, r.dp, r.feed).run(ctx, zctx); errs[at] != nil {
+					stop()
+				}
+			})
+		}
+	}
+	publishers.Wait()
 	return errors.Join(errs...)
 }
 

@@ -41,10 +41,11 @@ func (w *worker) routes() http.Handler {
 		mux.HandleFunc(pattern, w.faulty(inference, h))
 	}
 	for pattern, h := range map[string]handler{
-		"POST /tokenize": w.tokenize,
-		"GET /v1/models": w.models,
-		"GET /version":   version,
-		"GET /metrics":   w.metrics,
+		"POST /tokenize":           w.tokenize,
+		"POST /reset_prefix_cache": w.resetPrefixCache,
+		"GET /v1/models":           w.models,
+		"GET /version":             version,
+		"GET /metrics":             w.metrics,
 	} {
 		mux.HandleFunc(pattern, w.faulty(other, h))
 	}
@@ -52,6 +53,7 @@ func (w *worker) routes() http.Handler {
 	mux.HandleFunc("GET /ping", w.faulty(probe, health))
 	for pattern, h := range map[string]handler{ // no fault keeps these from answering
 		"GET /sim/stats":    w.server.stats,
+		"GET /sim/cache":    w.server.cache,
 		"GET /sim/fault":    w.server.faultStates,
 		"POST /sim/fault":   w.setFault,
 		"DELETE /sim/fault": w.clearFaults,

@@ -19,7 +19,8 @@ func newSim(p process) *cobra.Command {
 		Short: "Run simulated inference workers",
 		Long: `Runs workers that answer like vLLM, with made-up words, and are as slow as their settings
 say: prefill at a rate, decode steps that grow with the batch, a KV cache that fills up.
-GET /sim/stats tells what they did.
+GET /sim/stats tells what they did, GET /sim/cache what their caches hold. With --kv-events-port
+they publish that as vLLM does.
 
 They misbehave on request. POST /sim/fault sets a fault on a worker, GET lists and DELETE clears
 them, and the header X-Sim-Fault: NAME[;after_tokens=3] gives one to a single request:
@@ -37,6 +38,7 @@ them, and the header X-Sim-Fault: NAME[;after_tokens=3] gives one to a single re
 More keys are worker, seconds, bytes, code and factor; docs/sim.md explains them.`,
 		Example: `  spillway sim                                   # one worker on port 9001
   spillway sim --count 4 --kv-blocks 2048        # four small ones on 9001 to 9004
+  spillway sim --kv-events-port 5557 --kv-replay-port 5657
   spillway sim --itl 20ms --prefill-tokens-per-second 8000 --speed 10`,
 	}
 	return command(p, cmd, configs.DefaultSim(), func(c configs.Sim) configs.Log { return c.Log },

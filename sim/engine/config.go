@@ -17,6 +17,7 @@ type Config struct {
 	KVBlocks               int           // KV blocks of the rank, 1 or more
 	PrefillStallsDecode    bool          // a decode step stands still while a prefill runs
 	Speed                  float64       // divides all times, above 0
+	CacheEvents            bool          // keep what happens to the prefix cache, for Engine.CacheEvents to be called
 }
 
 // maxKVBlocks keeps block numbers within an int32.

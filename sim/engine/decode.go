@@ -80,6 +80,7 @@ func (e *Engine) store(s *sequence) {
 	e.bytes = s.hash(n+1, e.cfg.BlockSize, e.bytes)
 	e.pool.name(s.blocks[n], s.hashes[n])
 	e.pool.blocks[s.blocks[n]].computed = true
+	e.nowReusable(s, n)
 }
 
 // grow gives s room for its newest token. It returns false if s had to end or to be preempted.

@@ -99,6 +99,9 @@ func New(cfg Config, start time.Time) (*Engine, error) {
 		return nil, err
 	}
 	e := &Engine{cfg: cfg, origin: start, seqs: make(map[uint64]*sequence), pool: newPool(cfg.KVBlocks)}
+	if cfg.CacheEvents {
+		e.pool.journal = &journal{}
+	}
 	e.step.lengths = make([]int64, cfg.MaxNumSeqs+1)
 	for n := range e.step.lengths {
 		e.step.lengths[n] = int64(cfg.Step(n))

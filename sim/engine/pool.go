@@ -8,20 +8,24 @@ package engine
 //
 // Equal 64-bit hashes are taken for equal content.
 type pool struct {
-	blocks []block
-	blank  []int32          // a stack
-	named  map[uint64]int32 // by hash
-	idle   int              // length of the list of idle blocks
-	oldest int32            // first of that list, next to be evicted, or none
-	newest int32            // last of it, or none
+	blocks  []block
+	blank   []int32          // a stack
+	named   map[uint64]int32 // by hash
+	idle    int              // length of the list of idle blocks
+	oldest  int32            // first of that list, next to be evicted, or none
+	newest  int32            // last of it, or none
+	journal *journal         // of reusable blocks, or nil
 }
 
 type block struct {
 	hash       uint64
+	parent     uint64 // name of the block before it, valid with hasParent; known once the block is computed
 	refs       int32
 	prev, next int32 // neighbours in the list of idle blocks
 	named      bool
 	computed   bool
+	hasParent  bool
+	noted      bool // the journal has told that it is reusable
 }
 
 const none = int32(-1)
@@ -57,6 +61,7 @@ func (p *pool) take() (int32, bool) {
 	case i != none:
 		p.unlink(i)
 		delete(p.named, p.blocks[i].hash)
+		p.journal.evicted(&p.blocks[i])
 	default:
 		return none, false
 	}

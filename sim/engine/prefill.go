@@ -67,5 +67,6 @@ func (e *Engine) computed(s *sequence, tokens int) {
 		// A block whose name was taken at admission may have it now.
 		e.pool.name(s.blocks[n], s.hashes[n])
 		e.pool.blocks[s.blocks[n]].computed = true
+		e.nowReusable(s, n)
 	}
 }
