@@ -17,6 +17,7 @@ import (
 const (
 	pollTimeout    = 100 * time.Millisecond // after which the end of Run and lost connections are looked for
 	expireInterval = time.Second
+	maxLoadFrame   = 64 << 10 // bytes
 )
 
 // listen takes in load events until ctx ends. Publishers may come and go; only sockets that
@@ -47,7 +48,7 @@ func (m *KvWorkerMonitor) receive(ctx context.Context, told map[string]bool) (er
 	defer func() { err = errors.Join(err, zctx.Term()) }()
 	subs := make([]*subscription, len(m.cfg.EventEndpoints))
 	for i, e := range m.cfg.EventEndpoints {
-		subs[i] = &subscription{endpoint: e}
+		subs[i] = &subscription{endpoint: e, topic: wire.LoadTopic, maxFrame: maxLoadFrame}
 		defer func() { err = errors.Join(err, subs[i].close()) }()
 	}
 	const socketsEach = 4 // the subscription's two, and libzmq's own end of the second
@@ -117,13 +118,13 @@ func (l *listener) tend(s *subscription, look bool, now time.Time) error {
 		l.poller.Add(s.soc, zmq.POLLIN)
 		return nil
 	}
-	lost := look && s.isLost() // asked before, so that nothing that came is left behind
-	err := s.drain(func(frames [][]byte) {
+	ended := look && s.look() // before it is emptied, so that nothing that came is left behind
+	err := s.drain(receiveQueue, wire.LoadFrames, func(frames [][]byte) {
 		if l.m.took(frames, l.told, now) {
 			s.retry = 0
 		}
 	})
-	if err == nil && lost {
+	if err == nil && ended {
 		err = errors.Join(l.poller.RemoveBySocket(s.soc), s.close())
 		l.open--
 		s.postpone(now)

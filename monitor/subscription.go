@@ -7,13 +7,10 @@ import (
 	"time"
 
 	zmq "github.com/pebbe/zmq4"
-
-	"spillway/wire"
 )
 
 const (
 	receiveQueue    = 4096                   // messages kept per publisher before they are lost
-	maxFrameBytes   = 64 << 10               // a publisher that sends more is cut off by libzmq
 	firstReconnect  = 100 * time.Millisecond // doubled up to lastReconnect
 	lastReconnect   = 5 * time.Second
 	keepaliveIdle   = 10 // seconds until the first of the probes of a silent connection
@@ -21,18 +18,28 @@ const (
 	keepaliveProbes = 3
 )
 
-// lost are the ends of a connection. After some of them, such as bytes that are not ZMQ's,
+// The ends of a connection, and its beginning. After some ends, such as bytes that are not ZMQ's,
 // libzmq does not connect again, so after each of them a new socket is made.
-const lost = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL |
-	zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+const (
+	refused = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+	lost    = zmq.EVENT_DISCONNECTED | refused
+	found   = zmq.EVENT_HANDSHAKE_SUCCEEDED
+)
 
 // subscription is the connection to one publisher. It belongs to one goroutine.
 type subscription struct {
-	endpoint string
-	soc      *zmq.Socket // nil while closed
-	events   *zmq.Socket // what libzmq tells about the connection of soc
-	again    time.Time   // when to open it, while closed
-	retry    time.Duration
+	endpoint  string
+	topic     string        // "": all topics
+	maxFrame  int64         // bytes; a publisher that sends more is cut off by libzmq
+	heartbeat time.Duration // between signs of life; 0: none are sent
+	binds     bool          // the publisher connects to us
+
+	soc       *zmq.Socket // nil while closed
+	events    *zmq.Socket // what libzmq tells about the connections of soc
+	connected int         // connections, of which there may be several only if it binds
+	failed    bool        // the last attempt to connect found somebody who does not speak ZMQ
+	again     time.Time   // when to open it, while closed
+	retry     time.Duration
 }
 
 // open makes the sockets. The publisher need not be there yet. name is the subscription's own
@@ -47,20 +54,35 @@ func (s *subscription) open(zctx *zmq.Context, name string) error {
 	}
 	name = "inproc://" + name
 	err = errors.Join(
-		s.soc.SetRcvhwm(receiveQueue), s.soc.SetMaxmsgsize(maxFrameBytes), s.soc.SetLinger(0), s.events.SetLinger(0),
-		s.soc.SetReconnectIvl(firstReconnect), s.soc.SetReconnectIvlMax(lastReconnect), s.soc.SetIpv6(true),
-		// A publisher whose machine is gone says nothing, like one that has nothing to say.
-		s.soc.SetTcpKeepalive(1), s.soc.SetTcpKeepaliveIdle(keepaliveIdle),
-		s.soc.SetTcpKeepaliveIntvl(keepaliveEvery), s.soc.SetTcpKeepaliveCnt(keepaliveProbes),
-		s.soc.SetSubscribe(wire.LoadTopic), s.soc.Monitor(name, lost),
+		s.soc.SetRcvhwm(receiveQueue), s.soc.SetMaxmsgsize(s.maxFrame), s.events.SetLinger(0),
+		configure(s.soc, s.heartbeat), s.soc.SetSubscribe(s.topic), s.soc.Monitor(name, lost|found),
 	)
+	attach := s.soc.Connect
+	if s.binds {
+		attach = s.soc.Bind
+	}
 	if err == nil {
-		err = errors.Join(s.events.Connect(name), s.soc.Connect(s.endpoint))
+		err = errors.Join(s.events.Connect(name), attach(s.endpoint))
 	}
 	if err != nil {
 		return fmt.Errorf("monitor: subscribe %s: %w", s.endpoint, errors.Join(err, s.close()))
 	}
 	return nil
+}
+
+// configure sets what connections to engines have in common.
+func configure(soc *zmq.Socket, heartbeat time.Duration) error {
+	err := errors.Join(
+		soc.SetLinger(0), soc.SetIpv6(true),
+		soc.SetReconnectIvl(firstReconnect), soc.SetReconnectIvlMax(lastReconnect),
+		// A publisher whose machine is gone says nothing, like one that has nothing to say.
+		soc.SetTcpKeepalive(1), soc.SetTcpKeepaliveIdle(keepaliveIdle),
+		soc.SetTcpKeepaliveIntvl(keepaliveEvery), soc.SetTcpKeepaliveCnt(keepaliveProbes),
+	)
+	if heartbeat > 0 {
+		err = errors.Join(err, soc.SetHeartbeatIvl(heartbeat), soc.SetHeartbeatTimeout(3*heartbeat), soc.SetHeartbeatTtl(3*heartbeat))
+	}
+	return err
 }
 
 // close closes the sockets that are open.
@@ -71,14 +93,28 @@ func (s *subscription) close() error {
 			errs = append(errs, soc.Close())
 		}
 	}
-	s.soc, s.events = nil, nil
+	s.soc, s.events, s.connected = nil, nil, 0
 	return errors.Join(errs...)
 }
 
-// isLost reports whether the connection has ended since it was opened.
-func (s *subscription) isLost() bool {
-	_, _, _, err := s.events.RecvEvent(zmq.DONTWAIT)
-	return err == nil
+// look notes what has become of the connections. It reports whether the socket is of no use any
+// more: it has lost the publisher that it connects to.
+func (s *subscription) look() (ended bool) {
+	for {
+		event, _, _, err := s.events.RecvEvent(zmq.DONTWAIT)
+		if err != nil {
+			return ended // nothing more is told
+		}
+		switch {
+		case event&found != 0:
+			s.connected++
+			s.failed = false
+		case event&refused != 0:
+			s.failed, ended = true, !s.binds
+		default:
+			s.connected, ended = max(s.connected-1, 0), !s.binds
+		}
+	}
 }
 
 // postpone sets the time of the next opening, later each time.
@@ -87,10 +123,11 @@ func (s *subscription) postpone(now time.Time) {
 	s.again = now.Add(s.retry)
 }
 
-// drain hands the messages that have come to use, at most as many as are kept for one publisher.
-func (s *subscription) drain(use func(frames [][]byte)) error {
-	for range receiveQueue {
-		frames, err := message(s.soc)
+// drain hands at most so many of the messages that have come to use, with their frames up to one
+// more than wanted.
+func (s *subscription) drain(most, wanted int, use func(frames [][]byte)) error {
+	for range most {
+		frames, err := message(s.soc, wanted)
 		if errors.Is(err, errNone) {
 			return nil
 		}
@@ -105,9 +142,9 @@ func (s *subscription) drain(use func(frames [][]byte)) error {
 // errNone means that nothing has come.
 var errNone = errors.New("monitor: no message")
 
-// message receives the frames of one message, at most one more than an event has.
-func message(soc *zmq.Socket) ([][]byte, error) {
-	frames := make([][]byte, 0, wire.LoadFrames)
+// message receives the frames of one message, at most one more than wanted. It does not wait.
+func message(soc *zmq.Socket, wanted int) ([][]byte, error) {
+	frames := make([][]byte, 0, wanted)
 	for {
 		frame, err := soc.RecvBytes(zmq.DONTWAIT)
 		if isTransient(err) {
@@ -116,7 +153,7 @@ func message(soc *zmq.Socket) ([][]byte, error) {
 		if err != nil {
 			return nil, err
 		}
-		if len(frames) <= wire.LoadFrames {
+		if len(frames) <= wanted {
 			frames = append(frames, frame)
 		}
 		if more, err := soc.GetRcvmore(); err != nil || !more {
