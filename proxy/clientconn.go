@@ -1,15 +1,12 @@
 package proxy
 
 import (
-	"io"
 	"net"
-	"os"
 	"sync"
-	"syscall"
 	"time"
 )
 
-// clientListener makes a clientConn of every connection that has a socket.
+// clientListener bounds how long each write to a client may take.
 type clientListener struct {
 	net.Listener
 	writeTimeout time.Duration
@@ -21,147 +18,53 @@ func (l clientListener) Accept() (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	sock, ok := nc.(socket)
-	if !ok {
-		return timedConn{nc, l.writeTimeout}, nil
-	}
-	raw, err := sock.SyscallConn()
-	if err != nil { // it is closed already, which its first Read will tell
-		return timedConn{nc, l.writeTimeout}, nil
-	}
-	c := &clientConn{socket: sock, raw: raw, writeTimeout: l.writeTimeout}
-	c.readOnce, c.writeOnce = c.tryRead, c.tryWrite
-	return c, nil
+	return &clientConn{Conn: nc, writeTimeout: l.writeTimeout}, nil
 }
 
-// timedConn gives each write its time.
-type timedConn struct {
+// clientConn is a connection whose writes fail with os.ErrDeadlineExceeded when the client does not
+// take them in time. A deadline is a timer of the runtime, and a stream writes for every event: one
+// of which no more than an eighth has passed is left as it is.
+type clientConn struct {
 	net.Conn
 	writeTimeout time.Duration
+
+	mu    sync.Mutex // guards the fields below
+	until time.Time  // write deadline that is set, unless asked
+	asked bool       // another one was asked for, which counts until it is taken off
 }
 
-// Write fails with os.ErrDeadlineExceeded when the client takes too long.
-func (c timedConn) Write(p []byte) (int, error) {
-	if err := c.SetWriteDeadline(time.Now().Add(c.writeTimeout)); err != nil {
+// Write fails with os.ErrDeadlineExceeded when it takes longer than writeTimeout, or up to an eighth
+// less than that.
+func (c *clientConn) Write(p []byte) (int, error) {
+	if err := c.arm(time.Now()); err != nil {
 		return 0, err
 	}
 	return c.Conn.Write(p)
 }
 
-// socket is a connection of the operating system.
-type socket interface {
-	net.Conn
-	syscall.Conn
-	CloseWrite() error
-}
-
-// clientConn is a connection whose deadlines cost nothing unless it has to wait: net/http sets
-// several for each request, and most reads and writes are done at once. A read deadline counts only
-// for a Read that has to wait, and a Write that has to wait gets writeTimeout.
-type clientConn struct {
-	socket
-	raw          syscall.RawConn
-	writeTimeout time.Duration
-
-	// Functions for the runtime, made once, and what they work on.
-	readOnce, writeOnce func(fd uintptr) bool
-	reading             sync.Mutex // guards the next two over a Read
-	in                  []byte
-	got                 int
-	inErr               error
-	writing             sync.Mutex // guards the next three over a Write
-	out                 []byte
-	sent                int
-	outErr              error
-	late                bool // the present write has a deadline
-
-	mu      sync.Mutex // guards the fields below; taken after reading
-	wanted  time.Time  // read deadline asked for
-	armed   time.Time  // read deadline set on the socket
-	waiting bool       // a Read waits, or is about to: the deadline has to be armed
-}
-
-// Read reads what there is, or waits for it.
-func (c *clientConn) Read(p []byte) (int, error) {
-	if len(p) == 0 {
-		return 0, nil
-	}
-	c.reading.Lock()
-	defer c.reading.Unlock()
-	if err := c.unarm(); err != nil {
-		return 0, err
-	}
-	c.in = p
-	err := c.raw.Read(c.readOnce)
-	c.in = nil
-	c.mu.Lock()
-	c.waiting = false
-	c.mu.Unlock()
-	switch {
-	case err != nil: // closed, or the deadline has passed
-		return 0, err
-	case c.inErr != nil:
-		return 0, &net.OpError{Op: "read", Net: "tcp", Source: c.LocalAddr(), Addr: c.RemoteAddr(), Err: os.NewSyscallError("read", c.inErr)}
-	case c.got == 0:
-		return 0, io.EOF
-	}
-	return c.got, nil
-}
-
-// tryRead reads once. Before the runtime waits for more it arms the deadline.
-func (c *clientConn) tryRead(fd uintptr) bool {
-	for {
-		c.got, c.inErr = syscall.Read(int(fd), c.in)
-		switch c.inErr {
-		case syscall.EINTR:
-			continue
-		case syscall.EAGAIN:
-			c.inErr = c.await()
-			return c.inErr != nil
-		}
-		return true
-	}
-}
-
-// await arms the deadline for a Read that has to wait.
-func (c *clientConn) await() error {
+func (c *clientConn) arm(now time.Time) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.waiting = true
-	return c.armLocked()
-}
-
-// unarm sees to it that no deadline which nobody asks for any more makes the next read fail.
-func (c *clientConn) unarm() error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.armed.IsZero() {
+	if c.asked || c.until.Sub(now) >= c.writeTimeout-c.writeTimeout/8 {
 		return nil
 	}
-	return c.armLocked()
+	c.until = now.Add(c.writeTimeout)
+	return c.Conn.SetWriteDeadline(c.until)
 }
 
-func (c *clientConn) armLocked() error {
-	if c.armed.Equal(c.wanted) {
-		return nil
-	}
-	c.armed = c.wanted
-	return c.socket.SetReadDeadline(c.wanted)
-}
-
-// SetReadDeadline sets the time after which a Read that has to wait fails, one that waits already
-// included; zero is never.
-func (c *clientConn) SetReadDeadline(t time.Time) error {
+// SetWriteDeadline has t count instead of writeTimeout, until it is zero. net/http asks for that
+// after every request.
+func (c *clientConn) SetWriteDeadline(t time.Time) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.wanted = t
-	if c.waiting {
-		return c.armLocked()
+	if !c.asked && t.IsZero() {
+		return nil
 	}
-	return nil
+	c.asked, c.until = !t.IsZero(), time.Time{}
+	return c.Conn.SetWriteDeadline(t)
 }
 
-// SetDeadline sets the read deadline, and the write deadline until a Write has had to wait.
+// SetDeadline sets both deadlines.
 func (c *clientConn) SetDeadline(t time.Time) error {
 	if err := c.SetReadDeadline(t); err != nil {
 		return err
@@ -169,44 +72,11 @@ func (c *clientConn) SetDeadline(t time.Time) error {
 	return c.SetWriteDeadline(t)
 }
 
-// Write writes all of p, or fails with os.ErrDeadlineExceeded when the client takes too long.
-func (c *clientConn) Write(p []byte) (int, error) {
-	if len(p) == 0 {
-		return 0, nil
+// CloseWrite tells the client that nothing more comes, where that can be told. net/http does so when
+// it has answered without having read all that the client sends.
+func (c *clientConn) CloseWrite() error {
+	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
+		return half.CloseWrite()
 	}
-	c.writing.Lock()
-	defer c.writing.Unlock()
-	c.out, c.sent, c.outErr, c.late = p, 0, nil, false
-	err := c.raw.Write(c.writeOnce)
-	c.out = nil
-	if err == nil && c.outErr != nil {
-		err = &net.OpError{Op: "write", Net: "tcp", Source: c.LocalAddr(), Addr: c.RemoteAddr(), Err: os.NewSyscallError("write", c.outErr)}
-	}
-	if c.late && err == nil {
-		err = c.socket.SetWriteDeadline(time.Time{})
-	}
-	return c.sent, err
-}
-
-// tryWrite writes what the socket takes. It reports true when that was all, or nothing more can be
-// written; otherwise the runtime waits until there is room, at most writeTimeout from the first time.
-func (c *clientConn) tryWrite(fd uintptr) bool {
-	for c.sent < len(c.out) {
-		n, err := syscall.Write(int(fd), c.out[c.sent:])
-		switch err {
-		case nil:
-			c.sent += n
-		case syscall.EINTR:
-		case syscall.EAGAIN:
-			if !c.late {
-				c.late = true
-				c.outErr = c.socket.SetWriteDeadline(time.Now().Add(c.writeTimeout))
-			}
-			return c.outErr != nil
-		default:
-			c.outErr = err
-			return true
-		}
-	}
-	return true
+	return nil
 }

@@ -11,7 +11,7 @@ import (
 )
 
 // clientPair is a connection as the server has it and the client's end of it.
-func clientPair(t *testing.T, writeTimeout time.Duration) (server net.Conn, client *net.TCPConn) {
+func clientPair(t *testing.T, writeTimeout time.Duration) (server *clientConn, client *net.TCPConn) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -25,106 +25,93 @@ func clientPair(t *testing.T, writeTimeout time.Duration) (server net.Conn, clie
 	if err := nc.(*net.TCPConn).SetReadBuffer(64 << 10); err != nil { // or it would grow to hold any test's bytes
 		t.Fatal(err)
 	}
-	server, err = clientListener{ln, writeTimeout}.Accept()
+	accepted, err := clientListener{ln, writeTimeout}.Accept()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, ok := server.(*clientConn); !ok {
-		t.Fatalf("Accept = %T, want a clientConn", server)
-	}
-	t.Cleanup(func() { _ = nc.Close(); _ = server.Close() })
-	return server, nc.(*net.TCPConn)
+	t.Cleanup(func() { _ = nc.Close(); _ = accepted.Close() })
+	return accepted.(*clientConn), nc.(*net.TCPConn)
 }
 
-// reading starts a Read and returns where its error will be.
-func reading(c net.Conn) <-chan error {
-	done := make(chan error, 1)
-	go func() { _, err := c.Read(make([]byte, 1)); done <- err }()
-	return done
-}
-
-// waits polls until a Read of c waits for the client.
-func waits(t *testing.T, c net.Conn) {
-	t.Helper()
-	for until := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
-		cc := c.(*clientConn)
-		cc.mu.Lock()
-		waiting := cc.waiting
-		cc.mu.Unlock()
-		if waiting {
-			return
-		}
-		if time.Now().After(until) {
-			t.Fatal("no Read waits")
-		}
-	}
-}
-
-func TestClientConnReadDeadline(t *testing.T) {
-	server, client := clientPair(t, time.Minute)
-	set := func(at time.Time) {
-		t.Helper()
-		if err := server.SetReadDeadline(at); err != nil {
-			t.Fatal(err)
-		}
-	}
-	got := func(want error) {
-		t.Helper()
-		if _, err := server.Read(make([]byte, 8)); !errors.Is(err, want) {
-			t.Fatalf("Read = %v, want %v", err, want)
-		}
-	}
-	past := time.Unix(1, 0)
-
-	done := reading(server)
-	waits(t, server)
-	set(past) // as net/http ends its watch for a client that leaves
-	if err := <-done; !errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Errorf("a waiting Read = %v, want a deadline", err)
-	}
-	got(os.ErrDeadlineExceeded) // it is still set
-	set(time.Time{})
-	if _, err := client.Write([]byte("x")); err != nil {
-		t.Fatal(err)
-	}
-	got(nil)
-
-	set(time.Now().Add(time.Millisecond))
-	got(os.ErrDeadlineExceeded) // it came while Read waited
-
-	set(past) // passes while nobody waits
-	set(time.Now().Add(time.Minute))
-	done = reading(server)
-	waits(t, server)
-	if _, err := client.Write([]byte("y")); err != nil {
-		t.Fatal(err)
-	}
-	if err := <-done; err != nil {
-		t.Errorf("Read = %v, though its deadline has not passed", err)
-	}
-	if err := client.Close(); err != nil {
-		t.Fatal(err)
-	}
-	got(io.EOF)
-}
+// stuck is more than sockets hold.
+var stuck = bytes.Repeat([]byte("x"), 16<<20)
 
 func TestClientConnWriteTimeout(t *testing.T) {
-	server, client := clientPair(t, time.Second)
-	big := bytes.Repeat([]byte("x"), 16<<20) // more than sockets hold
-	for range 2 {                            // the first, which succeeds late, leaves no deadline to the next
+	const timeout = time.Second
+	server, client := clientPair(t, timeout)
+	for range 2 {
 		done := make(chan error, 1)
-		go func() { _, err := io.CopyN(io.Discard, client, int64(len(big))); done <- err }()
-		if n, err := server.Write(big); n != len(big) || err != nil {
+		go func() { _, err := io.CopyN(io.Discard, client, int64(len(stuck))); done <- err }()
+		if n, err := server.Write(stuck); n != len(stuck) || err != nil {
 			t.Fatalf("Write = %d, %v to a client that reads, want all", n, err)
 		}
 		if err := <-done; err != nil {
 			t.Fatal(err)
 		}
-		time.Sleep(time.Second) // what a deadline left over would have passed by
+		time.Sleep(timeout) // by now the deadline of that write is over, which must not fail the next
 	}
 	begun := time.Now()
-	n, err := server.Write(big)
-	if took := time.Since(begun); n == len(big) || !errors.Is(err, os.ErrDeadlineExceeded) || took < time.Second {
+	n, err := server.Write(stuck)
+	if took := time.Since(begun); n == len(stuck) || !errors.Is(err, os.ErrDeadlineExceeded) || took < timeout {
 		t.Errorf("Write = %d, %v after %v to a client that does not read, want a deadline after 1 s", n, err, took)
+	}
+}
+
+// A deadline is not moved for each write, but none has less than seven eighths of its time.
+func TestClientConnMovesDeadline(t *testing.T) {
+	const timeout = 8 * time.Second
+	server, _ := clientPair(t, timeout)
+	start := time.Now()
+	for _, tt := range []struct{ at, until time.Duration }{
+		{0, 8 * time.Second}, {time.Second, 8 * time.Second}, {time.Second + 1, 9*time.Second + 1},
+		{2 * time.Second, 9*time.Second + 1}, {time.Minute, time.Minute + timeout},
+	} {
+		if err := server.arm(start.Add(tt.at)); err != nil {
+			t.Fatal(err)
+		}
+		if got := server.until.Sub(start); got != tt.until {
+			t.Errorf("a write at %v may last until %v, want %v", tt.at, got, tt.until)
+		}
+	}
+}
+
+// What net/http, or TLS when it says goodbye, asks for counts until it is taken off.
+func TestClientConnAskedDeadline(t *testing.T) {
+	server, client := clientPair(t, time.Second)
+	set := func(set func(time.Time) error, at time.Time) {
+		t.Helper()
+		if err := set(at); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write := func(p []byte, want error) {
+		t.Helper()
+		if _, err := server.Write(p); !errors.Is(err, want) {
+			t.Fatalf("Write = %v, want %v", err, want)
+		}
+	}
+	past := time.Unix(1, 0)
+	write([]byte("x"), nil)
+	set(server.SetWriteDeadline, past)
+	write([]byte("x"), os.ErrDeadlineExceeded)
+	set(server.SetWriteDeadline, time.Time{})
+	write([]byte("x"), nil)
+
+	set(server.SetDeadline, past)
+	write([]byte("x"), os.ErrDeadlineExceeded)
+	if _, err := server.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("Read = %v, want a deadline", err)
+	}
+	set(server.SetDeadline, time.Time{})
+
+	write([]byte("x"), nil)
+	set(server.SetWriteDeadline, time.Time{}) // as net/http does after a request: the bound is to stay
+	write(stuck, os.ErrDeadlineExceeded)
+
+	if err := server.CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.Copy(io.Discard, client); err != nil {
+		t.Errorf("the client reads until %v, want an end", err)
 	}
 }
