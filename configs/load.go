@@ -210,6 +210,9 @@ func (l *loader) set(key, source string, value any) {
 		l.errs = append(l.errs, &Error{Key: key, Source: source, Err: errors.New("unknown key")})
 		return
 	}
+	if text, ok := value.(string); ok && s.exact && text != "" {
+		value = exactList(text)
+	}
 	if err := assign(l.target.FieldByIndex(s.index), value); err != nil {
 		l.fail(s, source, err)
 		return

@@ -35,6 +35,7 @@ type command struct {
 	Form    string `koanf:"form" dyn:"DYN_JSON" dynbool:"json" usage:"form"`
 	Ratio   float64
 	URLs    []string        `koanf:"urls" usage:"addresses"`
+	Peers   []string        `koanf:"peers" list:"exact" usage:"addresses"`
 	Workers configs.Workers `koanf:"workers" usage:"workers"`
 	Models  []string        `koanf:"models" only:"file"`
 	Aliases configs.Aliases `koanf:"aliases" only:"file"`
@@ -157,6 +158,8 @@ func TestValues(t *testing.T) {
 		{"numbers in a list in the file", "urls: [1, 2.0]", nil, nil, func(c *command) { c.URLs = []string{"1", "2.0"} }},
 		{"anchors in the file", "name: &n 7\nport: *n", nil, nil, func(c *command) { c.Name, c.Port = "7", 7 }},
 		{"list by commas", "", []string{"SPILLWAY_URLS=a, b,"}, nil, func(c *command) { c.URLs = []string{"a", "b"} }},
+		{"list of exact entries", "", nil, []string{"--peers= a,b,", "--peers=c"}, func(c *command) { c.Peers = []string{" a", "b", "", "c"} }},
+		{"no exact entries", "peers: [a]", []string{"SPILLWAY_PEERS="}, nil, func(c *command) { c.Peers = []string{} }},
 		{"list in the file", "urls: [a, 'b,c']", nil, nil, func(c *command) { c.URLs = []string{"a", "b,c"} }},
 		{"list flag repeated", "urls: [z]", nil, []string{"--urls=a", "--urls", "b,c"}, func(c *command) { c.URLs = []string{"a", "b", "c"} }},
 		{"boolean DYN for a word", "", []string{"DYN_JSON=true"}, nil, func(c *command) { c.Form = "json" }},

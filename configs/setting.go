@@ -23,6 +23,7 @@ type setting struct {
 	dynElse  string // what dyn counts as if dynIf is true and dyn is not set
 	bad      string // "dyn": a bad value of dyn means the default, with a warning
 	fileOnly bool   // has neither flag nor variable
+	exact    bool   // a list whose entries count as they are, empty ones too
 	typ      reflect.Type
 }
 
@@ -76,7 +77,7 @@ func fieldsOf(t reflect.Type, at []int) settings {
 				key: key, index: index, typ: f.Type,
 				usage: f.Tag.Get("usage"), dyn: f.Tag.Get("dyn"), dynBool: f.Tag.Get("dynbool"),
 				dynUnit: f.Tag.Get("dynunit"), dynIf: f.Tag.Get("dynif"), dynElse: f.Tag.Get("dynelse"),
-				bad: f.Tag.Get("bad"), fileOnly: f.Tag.Get("only") == "file",
+				bad: f.Tag.Get("bad"), fileOnly: f.Tag.Get("only") == "file", exact: f.Tag.Get("list") == "exact",
 			})
 		}
 	}

@@ -147,6 +147,14 @@ func splitList(text string) []string {
 	return items
 }
 
+// exactList is splitList with every entry as it is, in the form of a list of the file.
+func exactList(text string) (items []any) {
+	for item := range strings.SplitSeq(text, ",") {
+		items = append(items, item)
+	}
+	return items
+}
+
 func assignText(to reflect.Value, text string) error {
 	if to.Kind() == reflect.String {
 		to.SetString(text)

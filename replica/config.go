@@ -14,7 +14,7 @@ import (
 type Config struct {
 	Bind      string   `koanf:"replica-sync-bind" usage:"where to publish reservations to other replicas, such as tcp://0.0.0.0:8191; nothing: off"`
 	Advertise string   `koanf:"replica-sync-advertise" usage:"how other replicas reach replica-sync-bind; only used to refuse it as a peer of its own"`
-	Peers     []string `koanf:"replica-sync-peers" usage:"where other replicas publish, such as tcp://10.0.0.2:8191, separated by commas"`
+	Peers     []string `koanf:"replica-sync-peers" list:"exact" usage:"where other replicas publish, such as tcp://10.0.0.2:8191, separated by commas"`
 	Format    string   `koanf:"replica-sync-format" usage:"name of the tenant in what is published: tenant, group (later revisions of the original) or both"`
 }
 
