@@ -133,7 +133,7 @@ func (n *node) expect(t testing.TB, name, label string, want float64) {
 // eventually waits until something is so.
 func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
-	deadline := time.Now().Add(20 * time.Second)
+	deadline := time.Now().Add(time.Minute)
 	for !ok() {
 		if time.Now().After(deadline) {
 			t.Fatalf("waited in vain for %s", what)

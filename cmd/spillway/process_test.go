@@ -33,7 +33,7 @@ func TestMain(m *testing.M) {
 
 // patience bounds each wait for a process; it is generous, because machines that run tests are
 // slow, and is used up only by a failing test.
-const patience = 20 * time.Second
+const patience = time.Minute
 
 // running is one process of spillway.
 type running struct {
@@ -110,12 +110,18 @@ func launch(t *testing.T, cmd *exec.Cmd, env []string) *running {
 // await waits until standard output matches and returns the first group of the match.
 func (p *running) await(pattern string) string {
 	p.t.Helper()
+	return p.awaitIn(&p.stdout, pattern)
+}
+
+// awaitIn is await for one of the outputs.
+func (p *running) awaitIn(out *output, pattern string) string {
+	p.t.Helper()
 	re := regexp.MustCompile(pattern)
 	deadline := time.After(patience)
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
 	for {
-		if m := re.FindStringSubmatch(p.stdout.String()); m != nil {
+		if m := re.FindStringSubmatch(out.String()); m != nil {
 			return m[1]
 		}
 		select {
