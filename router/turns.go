@@ -18,8 +18,8 @@ type queue struct {
 	due    time.Time // no deadline is before; zero if there is none
 
 	groups []*group // those that somebody waits for, in the order in which they were first
-	ring   []*class // those with somebody waiting; who came last is last
-	cursor int      // in ring, of the class whose turn is next
+	ring   []*class // those with somebody waiting
+	cursor int      // in ring, modulo its length: the class whose turn is next; one that comes is last
 	carry  *class   // that may spend what it has left before the others' turn, or nil
 }
 
@@ -68,12 +68,14 @@ func (q *queue) push(t *Ticket) {
 		g = &group{key: keyOf(&t.Query), query: t.Query, pace: pace{from: t.since}}
 		q.groups = append(q.groups, g)
 	}
-	i := slices.IndexFunc(q.ring, func(c *class) bool { return c.tenant == t.Order.Tenant })
-	if i < 0 {
-		i = len(q.ring)
-		q.ring = append(q.ring, &class{tenant: t.Order.Tenant, quantum: quantum})
+	var c *class
+	if i := slices.IndexFunc(q.ring, func(c *class) bool { return c.tenant == t.Order.Tenant }); i >= 0 {
+		c = q.ring[i]
+	} else {
+		c = &class{tenant: t.Order.Tenant, quantum: quantum}
+		q.ring = slices.Insert(q.ring, min(q.cursor, len(q.ring)), c)
+		q.cursor++
 	}
-	c := q.ring[i]
 	l := c.lane(g)
 	if l == nil {
 		l = &lane{group: g}
