@@ -32,6 +32,10 @@ const (
 	objectiveGap    = 3 * fleetITL
 	objectiveWait   = 2 * time.Second
 	objectiveFactor = 2
+
+	queuedPrefill = 30000 // the threshold with a queue, which takes its part of the time
+	queuePlaces   = 6
+	queueWait     = 600 * time.Millisecond
 )
 
 // TestOverloadKeepsGoodput offers twice what the fleet can do. Without thresholds nearly every
@@ -50,7 +54,7 @@ func TestOverloadKeepsGoodput(t *testing.T) {
 	}{
 		{"70% on", on, 0.7}, {"95% off", off, 0.95}, {"95% on", on, 0.95}, {"200% off", off, 2}, {"200% on", on, 2},
 	} {
-		r := runSimFleet(t, tt.cfg, tt.load*fleetCapacity)
+		r := runSimFleet(t, tt.cfg, 0, tt.load*fleetCapacity, fleetRequests)
 		t.Logf("%-8s admitted %4d shed %4.1f%% met SLO %5.1f%% goodput %.2f/s TTFT p50 %v",
 			tt.name, r.admitted, 100*r.shedShare(), 100*r.goodShare(), r.goodput, r.ttft(50).Round(time.Millisecond))
 		results[tt.name] = r
@@ -68,6 +72,36 @@ func TestOverloadKeepsGoodput(t *testing.T) {
 	}
 	if lost := results["200% off"]; lost.goodShare() > 0.5 {
 		t.Errorf("without thresholds %.2f of the requests met the objective at 200%%: the load is no overload", lost.goodShare())
+	}
+}
+
+// TestQueueTakesUpBursts: requests that come together may wait for each other, if the threshold leaves
+// time for it. Then fewer are refused at a load that the fleet can bear, and no more miss their
+// objective at one that it cannot.
+func TestQueueTakesUpBursts(t *testing.T) {
+	const requests = 1500 // of fewer too few are shed to compare
+	alone, queued := busy.DefaultConfig(), busy.DefaultConfig()
+	alone.ActivePrefillTokensThreshold, queued.ActivePrefillTokensThreshold = new(uint64(shedPrefill)), new(uint64(queuedPrefill))
+	shed := map[int]float64{}
+	for _, load := range []float64{0.7, 2} {
+		for _, queue := range []int{0, queuePlaces} {
+			cfg := alone
+			if queue > 0 {
+				cfg = queued
+			}
+			r := runSimFleet(t, cfg, queue, load*fleetCapacity, requests)
+			t.Logf("load %3.0f%% queue %d: admitted %d shed %4.2f%% met SLO %5.2f%% goodput %.2f/s TTFT p50 %v p99 %v",
+				100*load, queue, r.admitted, 100*r.shedShare(), 100*r.goodShare(), r.goodput, r.ttft(50).Round(time.Millisecond), r.ttft(99).Round(time.Millisecond))
+			if r.goodShare() < 0.99 {
+				t.Errorf("load %.0f%%, queue of %d: %.4f of the admitted requests met the objective, want at least 0.99", 100*load, queue, r.goodShare())
+			}
+			if load < 1 {
+				shed[queue] = r.shedShare()
+			}
+		}
+	}
+	if shed[queuePlaces] >= shed[0] {
+		t.Errorf("share shed at 70%% load = %.4f with a queue, want less than the %.4f without", shed[queuePlaces], shed[0])
 	}
 }
 
@@ -92,6 +126,7 @@ type simFleet struct {
 	next    []time.Time // when each engine is due
 	queue   agenda
 	calls   []*call // by engine request ID less one
+	ended   int     // calls that are over
 	events  []engine.Event
 }
 
@@ -105,13 +140,13 @@ type call struct {
 	admitted         bool
 }
 
-func runSimFleet(t *testing.T, cfg busy.Config, rate float64) fleetResult {
+func runSimFleet(t *testing.T, cfg busy.Config, queue int, rate float64, requests int) fleetResult {
 	t.Helper()
 	start := time.Unix(1_700_000_000, 0)
-	f := newSimFleet(t, cfg, start)
+	f := newSimFleet(t, cfg, queue, start)
 	rng := rand.New(rand.NewPCG(7, 7))
 	at := start
-	for range fleetRequests {
+	for range requests {
 		at = at.Add(time.Duration(rng.ExpFloat64() / rate * float64(time.Second)))
 		// Lognormal with sigma 1: the mean is e^0.5 medians.
 		isl := int(min(max(meanPrompt*math.Exp(rng.NormFloat64()-0.5), 16), 120_000))
@@ -121,23 +156,25 @@ func runSimFleet(t *testing.T, cfg busy.Config, rate float64) fleetResult {
 	for i := range f.engines {
 		heap.Push(&f.queue, entry{start.Add(time.Duration(i) * scrapeEvery / fleetWorkers), scrape, i})
 	}
-	for open := fleetRequests; open > 0; {
+	for f.ended < requests {
 		e := heap.Pop(&f.queue).(entry)
 		switch e.kind {
 		case arrival:
-			if !f.arrive(t, e.i, e.at) {
-				open--
-			}
+			f.arrive(t, e.i, e.at)
 		case engineDue:
 			if e.at.Equal(f.next[e.i]) {
-				open -= f.advance(e.i, e.at)
+				f.advance(e.i, e.at)
 			}
+		case waitOver: // Admit will find so
 		case scrape:
 			used, total := uint64(f.engines[e.i].Stats().UsedBlocks), uint64(fleetBlocks)
 			f.part.Busy.Scraped(f.ids[e.i], []busy.Sample{{
 				Rank: worker.Rank{Worker: f.ids[e.i]}, TakenAt: e.at, KVUsedBlocks: &used, KVTotalBlocks: &total,
 			}}, false, e.at)
 			heap.Push(&f.queue, entry{e.at.Add(scrapeEvery), scrape, e.i})
+		}
+		for admitted := f.part.Admit(e.at); len(admitted) > 0; admitted = f.part.Admit(e.at) {
+			f.admit(t, admitted, e.at)
 		}
 	}
 	for rank, load := range f.part.Tracker.Loads(start) {
@@ -148,13 +185,13 @@ func runSimFleet(t *testing.T, cfg busy.Config, rate float64) fleetResult {
 	return f.result(at.Sub(start))
 }
 
-func newSimFleet(t *testing.T, cfg busy.Config, start time.Time) *simFleet {
+func newSimFleet(t *testing.T, cfg busy.Config, queue int, start time.Time) *simFleet {
 	t.Helper()
 	catalog, err := worker.NewCatalog(nil, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := router.New(router.Config{Mode: router.LeastLoaded, TrackOutputBlocks: true}, cfg, catalog, rand.New(rand.NewPCG(1, 1)))
+	r := router.New(router.Config{Mode: router.LeastLoaded, TrackOutputBlocks: true, QueueSize: queue}, cfg, catalog, rand.New(rand.NewPCG(1, 1)))
 	f := &simFleet{next: make([]time.Time, fleetWorkers)}
 	for i := range fleetWorkers {
 		w, err := worker.Worker{Endpoint: fmt.Sprintf("http://w%d", i), Models: []string{"m"}, BlockSize: 16}.Normalize()
@@ -175,13 +212,33 @@ func newSimFleet(t *testing.T, cfg busy.Config, start time.Time) *simFleet {
 	return f
 }
 
-// arrive lets the router decide about a request; false means that it was shed.
-func (f *simFleet) arrive(t *testing.T, i int, now time.Time) bool {
+// arrive lets the router decide about a request.
+func (f *simFleet) arrive(t *testing.T, i int, now time.Time) {
 	c := f.calls[i]
-	sel, err := f.part.Select(router.Query{Reservation: c.id, PromptTokens: uint64(c.isl)}, now)
+	admitted, err := f.part.Wait(&router.Ticket{
+		Query: router.Query{Reservation: c.id, PromptTokens: uint64(c.isl)},
+		Order: router.Order{Deadline: now.Add(queueWait)}, Owner: i,
+	}, now)
 	if err != nil {
-		return false
+		f.ended++
 	}
+	f.admit(t, admitted, now)
+	heap.Push(&f.queue, entry{now.Add(queueWait), waitOver, i})
+}
+
+// admit sends requests to the engines that were chosen for them, and drops those that have waited in vain.
+func (f *simFleet) admit(t *testing.T, admitted []router.Admission, now time.Time) {
+	for _, a := range admitted {
+		if a.Err != nil {
+			f.ended++
+			continue
+		}
+		f.send(t, a.Ticket.Owner.(int), a.Selection, now)
+	}
+}
+
+func (f *simFleet) send(t *testing.T, i int, sel router.Selection, now time.Time) {
+	c := f.calls[i]
 	c.admitted, c.blocks = true, uint64(c.isl+15)/16
 	prompt := make([]uint32, c.isl)
 	for j := range prompt {
@@ -192,12 +249,10 @@ func (f *simFleet) arrive(t *testing.T, i int, now time.Time) bool {
 		t.Fatal(err)
 	}
 	f.advance(w, now)
-	return true
 }
 
-// advance moves one engine to now and books what came out of it; it returns how many requests
-// have finished.
-func (f *simFleet) advance(w int, now time.Time) (finished int) {
+// advance moves one engine to now and books what came out of it.
+func (f *simFleet) advance(w int, now time.Time) {
 	f.events = f.engines[w].Advance(now, f.events[:0])
 	for _, e := range f.events {
 		if e.ID == 0 {
@@ -218,7 +273,7 @@ func (f *simFleet) advance(w int, now time.Time) (finished int) {
 				f.part.Grow(c.id, 1, e.At)
 			}
 		case engine.Finished:
-			finished++
+			f.ended++
 			f.part.Free(c.id, e.At)
 		}
 	}
@@ -226,7 +281,6 @@ func (f *simFleet) advance(w int, now time.Time) (finished int) {
 		f.next[w] = at
 		heap.Push(&f.queue, entry{at, engineDue, w})
 	}
-	return finished
 }
 
 func (f *simFleet) result(window time.Duration) fleetResult {
@@ -253,6 +307,7 @@ const (
 	arrival entryKind = iota
 	engineDue
 	scrape
+	waitOver // of a request that may be waiting
 )
 
 type entry struct {
