@@ -16,7 +16,6 @@ type source struct {
 	gone    bool         // removed: whoever has found it must look again
 	aliases aliases
 	lower   [worker.Tiers]*edges // by tier, or nil if it holds nothing there; none for the device
-	chain   []uint64             // sequence hashes of a store
 	seen    seen
 }
 
@@ -143,7 +142,7 @@ func (s *source) clearLocked(x *Index) (entries int) {
 		x.device.remove(c.seq, s.seat, known) // once for each alias, which does no harm
 	}
 	s.aliases = aliases{}
-	s.chain, s.seen = nil, seen{}
+	s.seen = seen{}
 	return entries
 }
 
@@ -153,6 +152,9 @@ type seen struct {
 	round []uint32 // the list that a slot was last used for
 	now   uint32
 }
+
+// maxSeen is the length of a list beyond which the memory for it is not kept.
+const maxSeen = 256
 
 // repeats tells whether a hash occurs twice in engine, or is parent.
 func (s *seen) repeats(parent Parent, engine []uint64) bool {
@@ -168,6 +170,9 @@ func (s *seen) repeats(parent Parent, engine []uint64) bool {
 			}
 		}
 		return false
+	}
+	if len(engine) > maxSeen {
+		defer func() { *s = seen{} }()
 	}
 	if n := 2*len(engine) + 2; n > len(s.slots) {
 		s.slots, s.round, s.now = make([]uint64, n), make([]uint32, n), 0
