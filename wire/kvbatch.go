@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 )
 
 // MaxKVBytes bounds the payload of one batch of KV events.
@@ -32,15 +33,16 @@ type KVBatch struct {
 	Malformed int // events
 	Unknown   int // events of unknown types
 
-	events []kvRaw
-	hashes []uint64 // of all events
-	tokens []uint32 // of all events
-	media  []kvMedia
+	payload []byte
+	events  []kvRaw
+	hashes  []uint64 // of all events
+	tokens  []uint32 // of all events
+	media   []kvMedia
 }
 
-// kvRaw is one event as it came. Its bytes are those of the payload, its ranges are of the batch.
+// kvRaw is one event as it came. Its ranges are of the batch's slices.
 type kvRaw struct {
-	lora, salt []byte // empty is none
+	lora, salt span // of the payload; empty is none
 	parent     uint64
 	hashes     span
 	tokens     span
@@ -59,6 +61,10 @@ type kvRaw struct {
 
 // span is a range of one of the batch's slices. MaxKVBytes keeps it within an int32.
 type span struct{ from, to int32 }
+
+func (s span) len() int { return int(s.to - s.from) }
+
+func (s span) of(b []byte) []byte { return b[s.from:s.to] }
 
 // kvMedia is an object, such as an image, that has a part in a block.
 type kvMedia struct {
@@ -99,6 +105,7 @@ func (b *KVBatch) Decode(payload []byte) error {
 	if len(payload) > MaxKVBytes {
 		return fmt.Errorf("%w: %d bytes are more than %d", ErrKVSize, len(payload), MaxKVBytes)
 	}
+	b.payload = payload
 	c := cursor{b: payload}
 	ok := false
 	if c.isMap() {
@@ -206,6 +213,8 @@ func (b *KVBatch) readEvents(c *cursor) bool {
 	if !ok {
 		return false
 	}
+	const least = 9 // bytes of an event: its tag
+	b.events = slices.Grow(b.events, min(n, (len(c.b)-c.at)/least))
 	for ; n > 0; n-- {
 		was := *c
 		hashes, tokens, media := len(b.hashes), len(b.tokens), len(b.media)

@@ -12,9 +12,9 @@ const levels = maxKVNesting - 3
 // kvFields are the fields of an event that take more than one look, and where lists begin that
 // can be read only when the others are known.
 type kvFields struct {
-	extraKeys int // where the list begins, or 0 if there is none
-	mediaInfo int // likewise
-	metadata  []byte
+	extraKeys int  // where the list begins, or 0 if there is none
+	mediaInfo int  // likewise
+	metadata  span // the salt that it brings
 	seen      uint // bit i: the i-th of the names below
 }
 
@@ -36,7 +36,7 @@ func (b *KVBatch) readEvent(c *cursor) (e kvRaw, ok bool) {
 	if !ok || e.tag != kvStored {
 		return e, ok
 	}
-	if len(e.salt) == 0 {
+	if e.salt.len() == 0 {
 		e.salt = f.metadata
 	}
 	return e, b.finishStore(c.b, &e, &f)
@@ -135,10 +135,10 @@ func (b *KVBatch) readStoreField(c *cursor, key []byte, e *kvRaw, f *kvFields) (
 	case "block_size":
 		return f.once(seenBlockSize) && readBlockSize(c, e)
 	case "lora_name":
-		e.lora, ok = optionalText(c)
+		e.lora, ok = textSpan(c)
 		return ok
 	case "cache_salt":
-		e.salt, ok = optionalText(c)
+		e.salt, ok = textSpan(c)
 		return ok
 	case "extra_keys":
 		return optionalList(c, &f.extraKeys)
@@ -207,7 +207,7 @@ func (b *KVBatch) readStorePlaces(c *cursor, n int, e *kvRaw, f *kvFields) (ok b
 			if c.isMap() {
 				ok = readMetadata(c, f)
 			} else {
-				e.lora, ok = optionalText(c)
+				e.lora, ok = textSpan(c)
 			}
 		case 7:
 			ok = optionalList(c, &f.extraKeys)
@@ -230,7 +230,7 @@ func readMetadata(c *cursor, f *kvFields) bool {
 			return false
 		}
 		if string(key) == "cache_salt" {
-			f.metadata, ok = optionalText(c)
+			f.metadata, ok = textSpan(c)
 		} else {
 			ok = c.skip(levels - 1)
 		}
@@ -312,42 +312,46 @@ func (b *KVBatch) readTokens(c *cursor, e *kvRaw) bool {
 	return ok
 }
 
-// appendTokens reads n numbers. Most of the time that decoding takes is spent here.
+// appendTokens reads n numbers, for which dst has room. Most of the time that decoding takes is spent
+// here: token IDs of a large vocabulary come in two and four bytes, in an order that no processor
+// can predict. So the width is reckoned with and not branched on, and the type of the number after
+// the next is looked up in both places where it may be before it is known in which.
 func appendTokens(dst []uint32, c *cursor, n int) ([]uint32, bool) {
+	const (
+		two  = 0xcd // the type of numbers of two bytes; that of four is the next
+		most = 10   // bytes of two numbers
+	)
 	b, at := c.b, c.at
-	for ; n > 0; n-- {
-		if len(b)-at < 5 {
-			break
-		}
-		switch t := b[at]; {
-		case t == 0xce:
-			dst = append(dst, binary.BigEndian.Uint32(b[at+1:]))
-			at += 5
-		case t == 0xcd:
-			dst = append(dst, uint32(binary.BigEndian.Uint16(b[at+1:])))
-			at += 3
-		case t <= 0x7f:
-			dst = append(dst, uint32(t))
-			at++
-		default:
+	out := dst[len(dst) : len(dst)+n]
+	i := 0
+	for i < n && len(b)-at >= most {
+		wide := uint(b[at]) - two // 1 for four bytes
+		if wide > 1 {
 			c.at = at
 			v, ok := c.uint32()
 			if !ok {
 				return dst, false
 			}
-			dst = append(dst, v)
-			at = c.at
+			out[i], at, i = v, c.at, i+1
+			continue
+		}
+		out[i] = binary.BigEndian.Uint32(b[at+1:]) >> (16 - 16*wide)
+		next := (uint(b[at+3])&^-wide | uint(b[at+5])&-wide) - two
+		at, i = at+3+int(2*wide), i+1
+		if next <= 1 && i < n {
+			out[i] = binary.BigEndian.Uint32(b[at+1:]) >> (16 - 16*next)
+			at, i = at+3+int(2*next), i+1
 		}
 	}
 	c.at = at
-	for ; n > 0; n-- { // the end of the payload is near
+	for ; i < n; i++ { // the end of the payload is near
 		v, ok := c.uint32()
 		if !ok {
 			return dst, false
 		}
-		dst = append(dst, v)
+		out[i] = v
 	}
-	return dst, true
+	return dst[:len(dst)+n], true
 }
 
 // appendPairs reads n pairs (a,b), (b,c), (c,d) as a, b, c, d.
@@ -374,6 +378,12 @@ func optionalText(c *cursor) ([]byte, bool) {
 		return nil, true
 	}
 	return c.text()
+}
+
+// textSpan passes a string, or a nil, which counts as empty, and tells where it is.
+func textSpan(c *cursor) (span, bool) {
+	text, ok := optionalText(c)
+	return span{int32(c.at - len(text)), int32(c.at)}, ok
 }
 
 func optionalUint32(c *cursor) (v uint32, has, ok bool) {

@@ -37,7 +37,7 @@ func (b *KVBatch) readExtraKeys(c *cursor, e *kvRaw, media bool) bool {
 	if !ok {
 		return false
 	}
-	named := len(e.salt) > 0
+	named := e.salt.len() > 0
 	for block := range blocks {
 		if c.null() {
 			continue
@@ -46,7 +46,7 @@ func (b *KVBatch) readExtraKeys(c *cursor, e *kvRaw, media bool) bool {
 		if !ok {
 			return false
 		}
-		lora := len(e.lora) > 0 // the adapter's name is among the keys, and might look like a salt
+		lora := e.lora.len() > 0 // the adapter's name is among the keys, and might look like a salt
 		for ; keys > 0; keys-- {
 			begin := *c
 			if c.isArray() {
@@ -83,12 +83,12 @@ func (b *KVBatch) readExtraKeys(c *cursor, e *kvRaw, media bool) bool {
 			if block > 0 || named {
 				continue
 			}
-			if lora && bytes.Equal(text, e.lora) {
+			if lora && bytes.Equal(text, e.lora.of(c.b)) {
 				lora = false
 				continue
 			}
 			if salt, tagged := bytes.CutPrefix(text, []byte(saltTag)); tagged && len(salt) > 0 {
-				e.salt, named = salt, true
+				e.salt, named = span{int32(c.at - len(salt)), int32(c.at)}, true
 			}
 		}
 	}

@@ -55,6 +55,7 @@ type KVNormalizer struct {
 	salts     saltTable
 	zero      map[uint32]bool // ranks that may hold a block of hash 0
 	zeroFull  bool            // as may all others: there was no room to note which
+	out       KVEvent
 	local     []uint64
 	media     [][]uint64
 	hashes    []uint64 // what media refers to
@@ -99,7 +100,8 @@ func (n *KVNormalizer) Each(b *KVBatch, apply func(*KVEvent)) {
 	}
 	for i := range b.events {
 		e := &b.events[i]
-		out := KVEvent{Rank: rank}
+		n.out = KVEvent{Rank: rank}
+		out := &n.out
 		if why, keep := n.filter(b, e, rank.DP); !keep {
 			n.Counts[why]++
 			continue
@@ -111,12 +113,12 @@ func (n *KVNormalizer) Each(b *KVBatch, apply func(*KVEvent)) {
 		case kvRemoved:
 			out.Kind, out.Tier, out.Engine = KVRemove, e.medium.tier(), b.hashes[e.hashes.from:e.hashes.to]
 		case kvStored:
-			if !n.convert(b, e, &out) {
+			if !n.convert(b, e, out) {
 				n.Counts[KVSelfReference]++
 				continue
 			}
 		}
-		apply(&out)
+		apply(out)
 	}
 	n.release()
 }
@@ -152,7 +154,7 @@ func (n *KVNormalizer) filter(b *KVBatch, e *kvRaw, dp uint32) (why KVReason, ke
 	case e.medium == onUnknown:
 		return KVUnknownMedium, false
 	case e.medium == onDisk || e.medium == onExternal:
-		n.salt = string(e.salt)
+		n.salt = string(e.salt.of(b.payload))
 		return 0, true // these neither read nor write what is known of groups and salts
 	}
 	if why, keep := n.filterGroup(e, dp); !keep {
@@ -164,7 +166,7 @@ func (n *KVNormalizer) filter(b *KVBatch, e *kvRaw, dp uint32) (why KVReason, ke
 		return 0, true
 	}
 	var ok bool
-	if n.salt, ok = n.salts.of(dp, e); !ok {
+	if n.salt, ok = n.salts.of(dp, e, e.salt.of(b.payload)); !ok {
 		return KVAmbiguousNamespace, false
 	}
 	n.Counts[KVTableFull] += uint64(n.salts.store(dp, n.salt, hashes))
@@ -177,11 +179,7 @@ func (n *KVNormalizer) filterGroup(e *kvRaw, dp uint32) (why KVReason, keep bool
 	key := kvGroup{dp, e.group}
 	if e.attention != unsaidAttention {
 		if e.tag == kvStored && e.hasGroup {
-			if _, known := n.groups[key]; known || len(n.groups) < maxKVGroups {
-				n.groups[key] = e.attention
-			} else {
-				n.Counts[KVTableFull]++
-			}
+			n.learn(key, e.attention)
 		}
 		switch e.attention {
 		case mainAttention:
@@ -203,6 +201,18 @@ func (n *KVNormalizer) filterGroup(e *kvRaw, dp uint32) (why KVReason, keep bool
 		return KVUnknownAttention, false
 	}
 	return KVUnknownGroup, e.group == 0
+}
+
+// learn notes of what kind a group is.
+func (n *KVNormalizer) learn(key kvGroup, a kvAttention) {
+	was, known := n.groups[key]
+	switch {
+	case was == a:
+	case known || len(n.groups) < maxKVGroups:
+		n.groups[key] = a
+	default:
+		n.Counts[KVTableFull]++
+	}
 }
 
 // tier is where the index has the blocks of a known medium.
@@ -232,8 +242,8 @@ func (n *KVNormalizer) convert(b *KVBatch, e *kvRaw, out *KVEvent) bool {
 	}
 	out.Engine, n.local = engine[:kept], n.local[:0]
 	if kept > 0 {
-		o.LoRA, o.Salt = n.loraName(e.lora), n.salt
-		o.Multimodal = n.mediaOf(b.media[e.media.from:e.media.to])
+		o.LoRA, o.Salt = n.loraName(e.lora.of(b.payload)), n.salt
+		o.Multimodal = n.mediaOf(b.media[e.media.from:e.media.to], kept)
 		need := kept * o.BlockSize
 		if o.Eagle {
 			need++
@@ -253,8 +263,8 @@ func (n *KVNormalizer) loraName(lora []byte) string {
 	return n.lora
 }
 
-// mediaOf arranges objects by block.
-func (n *KVNormalizer) mediaOf(media []kvMedia) [][]uint64 {
+// mediaOf arranges the objects of the first blocks by block.
+func (n *KVNormalizer) mediaOf(media []kvMedia, blocks int) [][]uint64 {
 	if len(media) == 0 {
 		return nil
 	}
@@ -262,7 +272,7 @@ func (n *KVNormalizer) mediaOf(media []kvMedia) [][]uint64 {
 	for _, m := range media {
 		n.hashes = append(n.hashes, m.hash)
 	}
-	for i := 0; i < len(media); {
+	for i := 0; i < len(media) && int(media[i].block) < blocks; {
 		for len(n.media) < int(media[i].block) {
 			n.media = append(n.media, nil)
 		}

@@ -15,11 +15,11 @@ type saltTable struct {
 	bytes  int
 }
 
-// of finds the salt of a store, which is its own or that of its parent. A parent that is not known
+// of finds the salt of a store, which is own or that of its parent. A parent that is not known
 // counts as one without: it would look the same. It returns false if two salts claim the parent.
-func (t *saltTable) of(dp uint32, e *kvRaw) (salt string, ok bool) {
-	if len(e.salt) > 0 {
-		return string(e.salt), true
+func (t *saltTable) of(dp uint32, e *kvRaw, own []byte) (salt string, ok bool) {
+	if len(own) > 0 {
+		return string(own), true
 	}
 	if known := t.ranks[dp]; len(known) > 0 && e.hasParent {
 		salt, claimed := known[e.parent]
