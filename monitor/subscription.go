@@ -37,6 +37,7 @@ type subscription struct {
 	soc       *zmq.Socket // nil while closed
 	events    *zmq.Socket // what libzmq tells about the connections of soc
 	connected int         // connections, of which there may be several only if it binds
+	ended     bool        // the connection is lost, and has not come back by itself
 	failed    bool        // the last attempt to connect found somebody who does not speak ZMQ
 	again     time.Time   // when to open it, while closed
 	retry     time.Duration
@@ -85,15 +86,20 @@ func configure(soc *zmq.Socket, heartbeat time.Duration) error {
 	return err
 }
 
-// close closes the sockets that are open.
+// close closes the sockets that are open. First libzmq is told to tell no more of soc: it waits
+// until what it tells is taken, so with nobody left to do that its thread, and with it every
+// connection of the context, would stand still.
 func (s *subscription) close() error {
 	var errs []error
+	if s.soc != nil {
+		errs = append(errs, s.soc.Monitor("", 0))
+	}
 	for _, soc := range []*zmq.Socket{s.soc, s.events} {
 		if soc != nil {
 			errs = append(errs, soc.Close())
 		}
 	}
-	s.soc, s.events, s.connected = nil, nil, 0
+	s.soc, s.events, s.connected, s.ended = nil, nil, 0, false
 	return errors.Join(errs...)
 }
 
@@ -103,16 +109,16 @@ func (s *subscription) look() (ended bool) {
 	for {
 		event, _, _, err := s.events.RecvEvent(zmq.DONTWAIT)
 		if err != nil {
-			return ended // nothing more is told
+			return s.ended // nothing more is told
 		}
 		switch {
 		case event&found != 0:
 			s.connected++
-			s.failed = false
+			s.failed, s.ended = false, false // libzmq may have been faster than we are
 		case event&refused != 0:
-			s.failed, ended = true, !s.binds
+			s.failed, s.ended = true, !s.binds
 		default:
-			s.connected, ended = max(s.connected-1, 0), !s.binds
+			s.connected, s.ended = max(s.connected-1, 0), !s.binds
 		}
 	}
 }

@@ -232,9 +232,14 @@ func (p *peer) open(zctx *zmq.Context, events string) (err error) {
 	return p.soc.Connect(p.endpoint)
 }
 
-// close closes the sockets that are open.
+// close closes the sockets that are open. First libzmq is told to tell no more of soc: it waits
+// until what it tells is taken, so with nobody left to do that its thread, and with it every
+// connection of the context, would stand still.
 func (p *peer) close() error {
 	var errs []error
+	if p.soc != nil {
+		errs = append(errs, p.soc.Monitor("", 0))
+	}
 	for _, soc := range []*zmq.Socket{p.soc, p.events} {
 		if soc != nil {
 			errs = append(errs, soc.Close())
