@@ -36,13 +36,14 @@ type room struct {
 // rooms lists all packages, planned ones included.
 var rooms = map[string]room{
 	"":             {top, nil},
-	"cmd/spillway": {top, []string{"buckets", "logline", "configs", "proxy", "selectservice", "tracker/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
-	"configs":      {top, []string{"proxy", "selectservice", "tracker/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
+	"cmd/spillway": {top, []string{"buckets", "logline", "configs", "proxy", "selectservice", "tracker/service", "kvindex/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
+	"configs":      {top, []string{"proxy", "selectservice", "tracker/service", "kvindex/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
 
 	"proxy":           {shell, []string{"httperr", "buckets", "proxy/upstream"}},
 	"proxy/upstream":  {shell, nil},
 	"selectservice":   {shell, []string{"httperr"}},
 	"tracker/service": {shell, []string{"httperr", "jsonhttp"}},
+	"kvindex/service": {shell, []string{"jsonhttp", "wire", "kvindex"}},
 	"dispatch":        {shell, []string{"dispatch/budget"}},
 	"monitor":         {shell, []string{"wire", "busy", "tracker", "kvindex", "buckets"}},
 	"replica":         {shell, []string{"wire", "tracker"}},

@@ -3,6 +3,9 @@ package configs
 import (
 	"errors"
 
+	"spillway/kvindex"
+	kvservice "spillway/kvindex/service"
+	"spillway/monitor"
 	"spillway/replay"
 	"spillway/replica"
 	"spillway/sim"
@@ -47,4 +50,27 @@ func DefaultSlotTracker() SlotTracker {
 // Validate returns all findings, each beginning with its key.
 func (c SlotTracker) Validate() error {
 	return errors.Join(c.Service.Validate(), c.Replica.Validate(), c.Log.Validate())
+}
+
+// Indexer is the Config of `spillway indexer`.
+type Indexer struct {
+	Service kvservice.Config `koanf:",squash"`
+	KV      monitor.KVConfig `koanf:",squash"`
+	Index   kvindex.Config   `koanf:",squash"`
+	Log     Log              `koanf:",squash"`
+}
+
+// DefaultIndexer returns the settings of a run without flags.
+func DefaultIndexer() Indexer {
+	return Indexer{Service: kvservice.DefaultConfig(), KV: monitor.DefaultKVConfig(), Index: kvindex.DefaultConfig(), Log: DefaultLog()}
+}
+
+// Deprecated names keys of the original that have no use here.
+func (Indexer) Deprecated() map[string]string {
+	return map[string]string{"threads": "every worker's events are applied beside the others', on as many cores as there are (GOMAXPROCS)"}
+}
+
+// Validate returns all findings, each beginning with its key.
+func (c Indexer) Validate() error {
+	return errors.Join(c.Service.Validate(), c.KV.Validate(), c.Index.Validate(), c.Log.Validate())
 }

@@ -28,6 +28,17 @@ func Uint32[R any](name string, required bool, to func(*R) *uint32) Field[R] {
 	}}
 }
 
+// Optional is a field that need not be there, and for which null is the same as its absence.
+func Optional[R any](f Field[R]) Field[R] {
+	return Field[R]{f.name, false, func(d *Decoder, name string, r *R) *httperr.Error {
+		if d.peek() == 'n' {
+			_, err := d.word()
+			return err
+		}
+		return f.read(d, name, r)
+	}}
+}
+
 // Uint64 is a field with an integer from 0 to 2^64-1.
 func Uint64[R any](name string, required bool, to func(*R) *uint64) Field[R] {
 	return Field[R]{name, required, func(d *Decoder, name string, r *R) (err *httperr.Error) {
@@ -53,6 +64,21 @@ func Hashes[R any](name string, required bool, to func(*R) *[]uint64) Field[R] {
 	}}
 }
 
+// Uint32s is a field with an array of integers from 0 to 2^32-1. They are appended to what is there.
+func Uint32s[R any](name string, required bool, to func(*R) *[]uint32) Field[R] {
+	return Field[R]{name, required, func(d *Decoder, name string, r *R) *httperr.Error {
+		all := to(r)
+		return d.array(name, func() *httperr.Error {
+			v, ok := d.small()
+			if !ok {
+				return d.mismatch(name+"["+strconv.Itoa(len(*all))+"]", "an integer from 0 to 4294967295")
+			}
+			*all = append(*all, v)
+			return nil
+		})
+	}}
+}
+
 // unsigned reads an integer from 0 to most.
 func (d *Decoder) unsigned(field string, most uint64) (uint64, *httperr.Error) {
 	c := d.peek()
@@ -72,6 +98,18 @@ func (d *Decoder) unsigned(field string, most uint64) (uint64, *httperr.Error) {
 
 // hashes reads signed integers of 64 bits, whose bits are the hashes.
 func (d *Decoder) hashes(name string, to *[]uint64) *httperr.Error {
+	return d.array(name, func() *httperr.Error {
+		h, ok := d.hash()
+		if !ok {
+			return d.badHash(name + "[" + strconv.Itoa(len(*to)) + "]")
+		}
+		*to = append(*to, h)
+		return nil
+	})
+}
+
+// array reads an array, each element of which element reads.
+func (d *Decoder) array(name string, element func() *httperr.Error) *httperr.Error {
 	if d.peek() != '[' {
 		return d.mismatch(name, "an array")
 	}
@@ -92,12 +130,21 @@ func (d *Decoder) hashes(name string, to *[]uint64) *httperr.Error {
 				return d.notJSON("a comma before the closing bracket")
 			}
 		}
-		h, ok := d.hash()
-		if !ok {
-			return d.badHash(name + "[" + strconv.Itoa(len(*to)) + "]")
+		if err := element(); err != nil {
+			return err
 		}
-		*to = append(*to, h)
 	}
+}
+
+// small reads an integer of 32 bits. If there is something else here it stays where it is.
+func (d *Decoder) small() (uint32, bool) {
+	h, ok := uint64(0), false
+	if at := d.i; at < len(d.b) && d.b[at] != '-' {
+		if h, ok = d.hash(); h > math.MaxUint32 {
+			d.i, ok = at, false
+		}
+	}
+	return uint32(h), ok
 }
 
 // hash reads an integer of 64 bits. If there is something else here it stays where it is.

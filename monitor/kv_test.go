@@ -71,7 +71,7 @@ func newKVRig(t *testing.T, cfg monitor.KVConfig) *kvRig {
 	r.k = monitor.NewKVListeners(cfg, r.ps, slog.New(slog.NewTextHandler(&r.log, nil)), r.reg)
 	t.Cleanup(func() {
 		if t.Failed() {
-			t.Logf("listeners: %+v\nlog: %s", r.k.Statuses(nil), r.log.String())
+			t.Logf("listeners: %+v\nlog: %s", r.k.Statuses(), r.log.String())
 		}
 	})
 	return r
@@ -101,7 +101,7 @@ func (r *kvRig) register(e *kvEngine) {
 
 func (r *kvRig) status() monitor.KVStatus {
 	r.t.Helper()
-	all := r.k.Statuses(nil)
+	all := r.k.Statuses()
 	if len(all) != 1 {
 		r.t.Fatalf("there are %d listeners, want 1", len(all))
 	}
@@ -502,7 +502,7 @@ func TestKVRegistration(t *testing.T) {
 	if err := r.k.UnregisterWorker(7); err != nil || r.p.Index.Entries() != 0 {
 		t.Errorf("UnregisterWorker = %v, and %d entries are left", err, r.p.Index.Entries())
 	}
-	if n := len(r.k.Statuses(nil)); n != 0 {
+	if n := len(r.k.Statuses()); n != 0 {
 		t.Errorf("%d listeners are left", n)
 	}
 }

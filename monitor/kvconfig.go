@@ -36,7 +36,7 @@ func (c KVConfig) Validate() error {
 	if c.DumpTimeout <= 0 {
 		errs = append(errs, fmt.Errorf("dump-timeout: %v is not above 0", c.DumpTimeout))
 	}
-	for _, p := range c.peers() {
+	for _, p := range c.PeerURLs() {
 		if err := CheckPeer(p); err != nil {
 			errs = append(errs, fmt.Errorf("peers: %w", err))
 		}
@@ -44,8 +44,8 @@ func (c KVConfig) Validate() error {
 	return errors.Join(errs...)
 }
 
-// peers are the base URLs, without blanks and slashes at the end.
-func (c KVConfig) peers() []string {
+// PeerURLs are the base URLs of peers, without blanks and slashes at the end.
+func (c KVConfig) PeerURLs() []string {
 	var all []string
 	for _, p := range c.Peers {
 		if p = strings.TrimRight(strings.TrimSpace(p), "/"); p != "" {

@@ -198,14 +198,11 @@ func (k *KVListeners) all() []*kvListener {
 	return all
 }
 
-// Statuses tells how the listeners of a worker fare, by rank; of all workers, by worker and rank,
-// if id is nil.
-func (k *KVListeners) Statuses(id *worker.ID) []KVStatus {
+// Statuses tells how all listeners fare, by worker and rank.
+func (k *KVListeners) Statuses() []KVStatus {
 	var all []KVStatus
 	for _, l := range k.all() {
-		if id == nil || l.source.Rank.Worker == *id {
-			all = append(all, l.status())
-		}
+		all = append(all, l.status())
 	}
 	slices.SortFunc(all, func(a, b KVStatus) int {
 		return cmp.Or(cmp.Compare(a.Rank.Worker, b.Rank.Worker), cmp.Compare(a.Rank.DP, b.Rank.DP))

@@ -127,7 +127,7 @@ func (g kvGauges) Collect(ch chan<- prometheus.Metric) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 	}
 	states := map[KVState]int{}
-	for _, s := range g.k.Statuses(nil) {
+	for _, s := range g.k.Statuses() {
 		states[s.State]++
 		id, dp := s.Rank.Worker.String(), strconv.FormatUint(uint64(s.Rank.DP), 10)
 		degraded := 0.0

@@ -20,7 +20,7 @@ type recovered map[*kvindex.Partition]map[worker.ID]bool
 // come meanwhile. It goes on until workers that do not register have been forgotten.
 func (k *KVListeners) recover(ctx context.Context) {
 	from := recovered{}
-	peers := k.cfg.peers()
+	peers := k.cfg.PeerURLs()
 	if len(peers) > 0 && !pause(ctx, k.cfg.RecoveryDelay) {
 		return
 	}

@@ -1,59 +1,20 @@
 package service
 
 import (
-	"strconv"
-	"strings"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/promauto"
 
+	"spillway/jsonhttp"
 	"spillway/tracker"
 )
 
-// statuses are those that routes answer with.
-var statuses = [...]int{200, 201, 400, 401, 404, 405, 409, 413, 415, 422, 500, 503}
-
-// routeMetrics are those of one route.
-type routeMetrics struct {
-	answers  map[int]prometheus.Counter // by status
-	duration prometheus.Observer
-}
-
-// metrics holds the children of all routes, made once; state of the books is read when it is asked for.
-type metrics struct{ routes map[string]*routeMetrics }
-
-func newMetrics(reg prometheus.Registerer, g *registry) *metrics {
-	answers := promauto.With(reg).NewCounterVec(prometheus.CounterOpts{
-		Name: "spillway_tracker_requests_total", Help: "HTTP requests, by route and status of the answer.",
-	}, []string{"route", "status"})
-	duration := promauto.With(reg).NewHistogramVec(prometheus.HistogramOpts{
-		Name: "spillway_tracker_request_duration_seconds", Help: "Time from the head of a request to the end of its answer.",
-		Buckets: prometheus.ExponentialBuckets(25e-6, 4, 9),
-	}, []string{"route"})
-	m := &metrics{routes: map[string]*routeMetrics{}}
-	for path := range routes {
-		m.add(path, strings.TrimPrefix(path, "/"), answers, duration)
-	}
-	m.add("", "unknown", answers, duration)
+func newMetrics(reg prometheus.Registerer, g *registry) *jsonhttp.Metrics {
+	m := jsonhttp.NewMetrics(reg, "spillway_tracker", slices.Sorted(maps.Keys(routes)))
 	reg.MustRegister(books{g})
 	return m
-}
-
-func (m *metrics) add(path, label string, answers *prometheus.CounterVec, duration *prometheus.HistogramVec) {
-	r := &routeMetrics{answers: map[int]prometheus.Counter{}, duration: duration.WithLabelValues(label)}
-	for _, status := range statuses {
-		r.answers[status] = answers.WithLabelValues(label, strconv.Itoa(status))
-	}
-	m.routes[path] = r
-}
-
-func (m *metrics) answered(path string, status int, took time.Duration) {
-	r := m.routes[path]
-	if c := r.answers[status]; c != nil {
-		c.Inc()
-	}
-	r.duration.Observe(took.Seconds())
 }
 
 // books reads the registry at scrape time: sums by partition, since a series for each of

@@ -48,7 +48,7 @@ type Server struct {
 	log      *slog.Logger
 	now      func() time.Time
 	registry *registry
-	metrics  *metrics
+	metrics  *jsonhttp.Metrics
 	page     http.Handler
 	token    [sha256.Size]byte // of the API key
 	draining atomic.Bool
@@ -87,31 +87,16 @@ func (s *Server) Run(ctx context.Context, ln net.Listener) error {
 	if err := s.load(); err != nil {
 		return errors.Join(err, ln.Close())
 	}
-	srv := &http.Server{
-		Handler: s, ReadHeaderTimeout: 10 * time.Second, ReadTimeout: time.Minute, IdleTimeout: 11 * time.Minute,
-		MaxHeaderBytes: 1 << 20, DisableGeneralOptionsHandler: true,
-		ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
-	}
-	served := make(chan error, 1)
-	go func() { served <- srv.Serve(ln) }()
 	ticking, stop := context.WithCancel(context.WithoutCancel(ctx))
 	ticked := make(chan struct{})
 	go func() { defer close(ticked); s.tick(ticking) }()
 	defer func() { stop(); <-ticked }()
 
-	select {
-	case err := <-served:
-		return fmt.Errorf("slot tracker: serve: %w", err)
-	case <-ctx.Done():
+	defer context.AfterFunc(ctx, func() { s.draining.Store(true) })()
+	err := jsonhttp.Serve(ctx, ln, s, s.cfg.DrainTimeout, s.log)
+	if ctx.Err() == nil {
+		return fmt.Errorf("slot tracker: %w", err)
 	}
-	s.draining.Store(true)
-	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.cfg.DrainTimeout)
-	defer cancel()
-	err := srv.Shutdown(last)
-	if errors.Is(err, context.DeadlineExceeded) {
-		err = srv.Close()
-	}
-	<-served
 	stop()
 	<-ticked
 	return errors.Join(err, s.save())
@@ -187,25 +172,24 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			s.log.Error("request failed", "path", path, "err", failed)
 		}
 	}
-	s.metrics.answered(path, told.Status, time.Since(start))
+	s.metrics.Answered(path, told.Status, time.Since(start))
 }
 
 func (s *Server) serve(w http.ResponseWriter, r *http.Request, rt route, known bool) *httperr.Error {
+	if !known {
+		return jsonhttp.UnknownRoute(r)
+	}
+	if failed := jsonhttp.CheckMethod(w, r, rt.get != nil); failed != nil {
+		return failed
+	}
 	switch {
-	case !known:
-		return httperr.New(http.StatusNotFound, fmt.Sprintf("there is no route %.256q", r.URL.Path))
-	case rt.get != nil && r.Method != http.MethodGet && r.Method != http.MethodHead:
-		w.Header()["Allow"] = []string{"GET,HEAD"}
-		return httperr.New(http.StatusMethodNotAllowed, r.URL.Path+" answers GET and HEAD")
-	case rt.post != nil && r.Method != http.MethodPost:
-		w.Header()["Allow"] = []string{"POST"}
-		return httperr.New(http.StatusMethodNotAllowed, r.URL.Path+" answers POST")
 	case !rt.public && !s.admits(r):
 		return httperr.New(http.StatusUnauthorized, "the API key is missing or wrong")
 	case rt.get != nil:
 		return rt.get(s, w, r)
-	case !jsonhttp.IsJSON(r.Header.Get("Content-Type")):
-		return httperr.New(http.StatusUnsupportedMediaType, "the body must be JSON, and Content-Type say application/json")
+	}
+	if failed := jsonhttp.CheckType(r); failed != nil {
+		return failed
 	}
 	x := take()
 	defer x.put()

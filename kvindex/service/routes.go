@@ -1,0 +1,195 @@
+package service
+
+import (
+	"compress/gzip"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+
+	"spillway/httperr"
+	"spillway/jsonhttp"
+	"spillway/kvindex"
+	"spillway/wire"
+)
+
+// route is one path, which has one method.
+type route struct {
+	get  func(s *Server, w http.ResponseWriter, r *http.Request) *httperr.Error // or nil
+	post func(s *Server, x *exchange) (int, *httperr.Error)                     // or nil
+	body []field                                                                // of post; nil: it is not read
+}
+
+var routes = map[string]route{
+	"/health":          {get: (*Server).health},
+	"/ready":           {get: (*Server).ready},
+	"/metrics":         {get: (*Server).scrape},
+	"/workers":         {get: (*Server).workers},
+	"/dump":            {get: (*Server).dump},
+	"/peers":           {get: (*Server).listPeers},
+	"/register":        {post: (*Server).register, body: registerBody},
+	"/unregister":      {post: (*Server).unregister, body: unregisterBody},
+	"/query":           {post: (*Server).query, body: queryBody},
+	"/query_by_hash":   {post: (*Server).queryByHash, body: hashesBody},
+	"/register_peer":   {post: (*Server).registerPeer, body: peerBody},
+	"/deregister_peer": {post: (*Server).deregisterPeer, body: peerBody},
+	"/reopen_logs":     {post: (*Server).reopenLogs},
+}
+
+func (s *Server) health(w http.ResponseWriter, _ *http.Request) *httperr.Error {
+	jsonhttp.Send(w, http.StatusOK, jsonhttp.OK)
+	return nil
+}
+
+var errNotReady = httperr.New(http.StatusServiceUnavailable, "the index is being recovered")
+
+// ready is 503 until recovery is over.
+func (s *Server) ready(w http.ResponseWriter, _ *http.Request) *httperr.Error {
+	if !s.link.Ready() {
+		return errNotReady
+	}
+	jsonhttp.Send(w, http.StatusOK, jsonhttp.OK)
+	return nil
+}
+
+func (s *Server) scrape(w http.ResponseWriter, r *http.Request) *httperr.Error {
+	s.page.ServeHTTP(w, r)
+	return nil
+}
+
+func (s *Server) register(x *exchange) (int, *httperr.Error) {
+	return http.StatusCreated, s.registry.register(&x.request)
+}
+
+func (s *Server) unregister(x *exchange) (int, *httperr.Error) {
+	return http.StatusOK, s.registry.unregister(&x.request)
+}
+
+// reopenLogs is for what rotates the original's access log. We have no file of our own.
+func (s *Server) reopenLogs(*exchange) (int, *httperr.Error) { return http.StatusOK, nil }
+
+// workers lists workers by ID, with how listening to their ranks fares.
+func (s *Server) workers(w http.ResponseWriter, r *http.Request) *httperr.Error {
+	var model, tenant, group *string
+	failed := jsonhttp.Query(r.URL.RawQuery, jsonhttp.Param{Name: "model_name", To: &model},
+		jsonhttp.Param{Name: "tenant_id", To: &tenant}, jsonhttp.Param{Name: "routing_group", To: &group})
+	if failed != nil {
+		return failed
+	}
+	if tenant == nil {
+		tenant = group
+	}
+	all := s.registry.list(model, tenant)
+	listeners := s.link.Listeners()
+	b := []byte{'['}
+	for i := range all {
+		one := &all[i]
+		of := slices.DeleteFunc(slices.Clone(listeners), func(l Listener) bool { return l.Rank.Worker != one.id })
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = appendWorker(b, one, of)
+	}
+	jsonhttp.Send(w, http.StatusOK, append(b, ']'))
+	return nil
+}
+
+func appendWorker(b []byte, w *listed, listeners []Listener) []byte {
+	b = jsonhttp.AppendUint(b, `{"instance_id":`, uint64(w.id))
+	b = jsonhttp.AppendText(append(b, `,"source":"zmq","status":`...), together(listeners))
+	b = jsonhttp.AppendText(append(b, `,"model_name":`...), w.partition.Model)
+	b = jsonhttp.AppendText(append(b, `,"tenant_id":`...), w.partition.Tenant)
+	b = jsonhttp.AppendUint(b, `,"block_size":`, uint64(w.blockSize))
+	b = append(b, `,"endpoints":{`...)
+	for i, l := range listeners {
+		b = jsonhttp.AppendText(appendKey(b, i, l.Rank.DP), l.Endpoint)
+	}
+	b = append(b, `},"listeners":{`...)
+	var strangers []uint32
+	for i, l := range listeners {
+		b = jsonhttp.AppendText(append(appendKey(b, i, l.Rank.DP), `{"endpoint":`...), l.Endpoint)
+		b = jsonhttp.AppendText(append(b, `,"status":`...), l.Status)
+		if l.LastError != "" {
+			b = jsonhttp.AppendText(append(b, `,"last_error":`...), l.LastError)
+		}
+		b = strconv.AppendBool(append(b, `,"degraded":`...), l.Degraded)
+		if l.Applied != nil {
+			b = jsonhttp.AppendUint(b, `,"applied":`, *l.Applied)
+		}
+		b = append(b, '}')
+		strangers = append(strangers, l.Strangers...)
+	}
+	b = append(b, `},"unregistered_ranks":[`...)
+	slices.Sort(strangers)
+	for i, dp := range slices.Compact(strangers) {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = strconv.AppendUint(b, uint64(dp), 10)
+	}
+	return append(b, `]}`...)
+}
+
+// appendKey appends the i-th name of an object, which is a number.
+func appendKey[N ~uint32 | ~uint64](b []byte, i int, n N) []byte {
+	if i > 0 {
+		b = append(b, ',')
+	}
+	return append(strconv.AppendUint(append(b, '"'), uint64(n), 10), `":`...)
+}
+
+// together is the status of a worker with these listeners: the first of those that one has.
+func together(listeners []Listener) string {
+	for _, status := range []string{"failed", "pending", "active"} {
+		if slices.ContainsFunc(listeners, func(l Listener) bool { return l.Status == status }) {
+			return status
+		}
+	}
+	return "paused"
+}
+
+// dump writes what the index holds, a partition after the other, while events go on.
+func (s *Server) dump(w http.ResponseWriter, r *http.Request) *httperr.Error {
+	w.Header().Set("Content-Type", "application/json")
+	var to io.Writer = w
+	if acceptsGzip(r.Header.Values("Accept-Encoding")) {
+		w.Header().Set("Content-Encoding", "gzip")
+		zip, err := gzip.NewWriterLevel(w, gzip.BestSpeed)
+		if err != nil {
+			return httperr.From(fmt.Errorf("indexer: dump: %w", err), "", http.StatusServiceUnavailable)
+		}
+		defer func() { _ = zip.Close() }() // a client that has left hears nothing
+		to = zip
+	}
+	d := wire.NewDumpWriter(to)
+	for _, p := range s.registry.known() {
+		d.Partition(p.Name, uint32(p.BlockSize()))
+		p.Index.Dump(func(run kvindex.Run) bool {
+			return d.Store(&wire.KVEvent{
+				Kind: wire.KVStore, Rank: run.Rank, Tier: run.Tier, HasParent: run.Parent.Set, Parent: run.Parent.Hash,
+				Engine: run.Engine, Local: run.Local,
+			})
+		})
+	}
+	if err := d.Close(); err != nil {
+		s.log.Info("a dump was not read to its end", "err", err)
+	}
+	return nil
+}
+
+// acceptsGzip tells whether a client takes gzip.
+func acceptsGzip(headers []string) bool {
+	for _, header := range headers {
+		for coding := range strings.SplitSeq(header, ",") {
+			name, quality, _ := strings.Cut(coding, ";")
+			if strings.EqualFold(strings.TrimSpace(name), "gzip") {
+				q, given := strings.CutPrefix(strings.TrimSpace(quality), "q=")
+				v, err := strconv.ParseFloat(q, 64)
+				return !given || err == nil && v > 0
+			}
+		}
+	}
+	return false
+}
