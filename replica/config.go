@@ -16,10 +16,11 @@ type Config struct {
 	Advertise string   `koanf:"replica-sync-advertise" usage:"how other replicas reach replica-sync-bind; only used to refuse it as a peer of its own"`
 	Peers     []string `koanf:"replica-sync-peers" list:"exact" usage:"where other replicas publish, such as tcp://10.0.0.2:8191, separated by commas"`
 	Format    string   `koanf:"replica-sync-format" usage:"name of the tenant in what is published: tenant, group (later revisions of the original) or both"`
+	Queue     int      `koanf:"replica-sync-queue" usage:"most reservation events that may wait to be sent, and as many to be applied; what finds no room is lost"`
 }
 
 // DefaultConfig exchanges nothing.
-func DefaultConfig() Config { return Config{Format: "both"} }
+func DefaultConfig() Config { return Config{Format: "both", Queue: 100_000} }
 
 // Enabled tells whether anything is exchanged.
 func (c Config) Enabled() bool { return c.Bind != "" }
@@ -27,10 +28,15 @@ func (c Config) Enabled() bool { return c.Bind != "" }
 // MaxPeers bounds the peers of one process.
 const MaxPeers = 200
 
+const maxQueue = 10_000_000 // events; by their size they are bounded too
+
 // Validate reports the first setting that makes no sense; the error begins with its key.
 func (c Config) Validate() error {
 	if _, ok := formats[c.Format]; !ok {
 		return fmt.Errorf("replica-sync-format: %q is none of tenant, group and both", c.Format)
+	}
+	if c.Queue < 1 || c.Queue > maxQueue {
+		return fmt.Errorf("replica-sync-queue: %d is not within 1..%d", c.Queue, maxQueue)
 	}
 	if !c.Enabled() {
 		switch {

@@ -7,7 +7,6 @@ import (
 )
 
 const (
-	maxEvents  = 100_000   // that wait in a queue
 	maxBytes   = 256 << 20 // of what they refer to: hashes and texts
 	batchSize  = 256       // events that are taken out together
 	sparesKept = 4         // empty batches kept for later: what a queue needs that is never far behind
@@ -27,7 +26,7 @@ type queue struct {
 	closed  bool
 }
 
-func newQueue() *queue {
+func newQueue(maxEvents int) *queue {
 	return &queue{maxEvents: maxEvents, maxBytes: maxBytes, filled: make(chan struct{}, 1)}
 }
 

@@ -71,7 +71,7 @@ const maxOrders = 64 // that wait for the receiver
 func New(cfg Config, deliver func(batch []wire.ReplicaEvent), reg prometheus.Registerer, log *slog.Logger) *Replica {
 	r := &Replica{
 		cfg: cfg, format: formats[cfg.Format], deliver: deliver, log: log,
-		out: newQueue(), in: newQueue(), orders: make(chan order, maxOrders),
+		out: newQueue(cfg.Queue), in: newQueue(cfg.Queue), orders: make(chan order, maxOrders),
 		ready: make(chan struct{}), stopped: make(chan struct{}), peers: cfg.peers(), patience: patience,
 	}
 	for r.origin == 0 {
