@@ -146,7 +146,7 @@ func compareQueues(t *testing.T, rng *rand.Rand) {
 		w.register(records[i])
 		c.workers = append(c.workers, records[i].ID)
 	}
-	narrowed := ids(records[:2]...)
+	narrowed := [][]*worker.Worker{ids(records[:2]...), ids(records[2:]...)}
 	// check goes through who was let go and compares each with who should have been.
 	check := func(what string, admitted []router.Admission, late []*router.Ticket) {
 		t.Helper()
@@ -246,7 +246,7 @@ func compareQueues(t *testing.T, rng *rand.Rand) {
 }
 
 // newTicket is a request of any kind.
-func newTicket(rng *rand.Rand, i int, now time.Time, narrowed []*worker.Worker) *router.Ticket {
+func newTicket(rng *rand.Rand, i int, now time.Time, narrowed [][]*worker.Worker) *router.Ticket {
 	ticket := &router.Ticket{
 		Query: router.Query{Reservation: fmt.Sprint(i), PromptTokens: 1 + rng.Uint64N(30)}, Owner: fmt.Sprint(i),
 		Order: router.Order{Tenant: string(rune('a' + rng.IntN(3)))},
@@ -267,7 +267,7 @@ func newTicket(rng *rand.Rand, i int, now time.Time, narrowed []*worker.Worker) 
 	case 0:
 		ticket.Query.Worker = new(worker.ID(1 + rng.IntN(4)))
 	case 1:
-		ticket.Query.Only = narrowed
+		ticket.Query.Only = narrowed[rng.IntN(len(narrowed))]
 	}
 	return ticket
 }

@@ -292,6 +292,9 @@ func TestNotQueued(t *testing.T) {
 	if _, err := w.wait("x", router.Order{}, router.Query{Worker: new(worker.ID(2))}); !errors.Is(err, router.ErrUnroutable) {
 		t.Errorf("Wait = %v, want ErrUnroutable", err)
 	}
+	if _, err := w.wait("x", router.Order{}, router.Query{Only: []*worker.Worker{}}); !errors.Is(err, router.ErrUnroutable) {
+		t.Errorf("Wait for none of the workers = %v, want ErrUnroutable", err)
+	}
 	w.p.Busy.SetHealthy(1, false, start)
 	if _, err := w.wait("x", router.Order{}, router.Query{}); !errors.Is(err, router.ErrUnroutable) {
 		t.Errorf("Wait with all down = %v, want ErrUnroutable", err)

@@ -20,7 +20,7 @@ type queue struct {
 	groups []*group // those that somebody waits for, in the order in which they were first
 	ring   []*class // those with somebody waiting
 	cursor int      // in ring, modulo its length: the class whose turn is next; one that comes is last
-	carry  *class   // that may spend what it has left before the others' turn, or nil
+	carry  *class   // that may spend what it has left before the others' turn, if somebody still waits; or nil
 }
 
 // group is a set of workers and ranks that requests wait for.
@@ -114,9 +114,6 @@ func (q *queue) remove(t *Ticket) {
 	q.ring = slices.Delete(q.ring, i, i+1)
 	if i < q.cursor {
 		q.cursor--
-	}
-	if q.carry == c {
-		q.carry = nil
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 )
 
 // TestTurns has the rows of scheduler.md 18.7 on deficit round robin. Tenants all have one quantum;
@@ -74,5 +75,29 @@ func TestTurns(t *testing.T) {
 				t.Errorf("went %s\nwant %s", s, tt.want)
 			}
 		})
+	}
+}
+
+// TestPace: the rate is that of the last admissions, however many there have been.
+func TestPace(t *testing.T) {
+	now := time.Unix(1_700_000_000, 0)
+	p := pace{from: now}
+	for i, tt := range []struct {
+		n     int
+		every time.Duration
+		want  float64 // tokens per second; 0 is unknown
+	}{{7, time.Second, 0}, {1, time.Second, 100}, {32, time.Second, 100}, {64, time.Second / 10, 1000}, {0, 10 * time.Second, 0}} {
+		for range tt.n {
+			now = now.Add(tt.every)
+			p.admit(100, now)
+		}
+		rate, known := p.rate(now)
+		if tt.n == 0 { // a pause counts: 32 admissions of 100 tokens in 3.2 s and then none for 10
+			rate, known = p.rate(now.Add(tt.every))
+			tt.want = 3200 / 13.2
+		}
+		if known != (tt.want > 0) || rate < 0.97*tt.want || rate > 1.04*tt.want {
+			t.Errorf("step %d: rate = %v, %v, want %v", i, rate, known, tt.want)
+		}
 	}
 }
