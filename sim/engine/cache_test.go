@@ -179,3 +179,54 @@ func TestRandomCallsTellTheCache(t *testing.T) {
 		})
 	})
 }
+
+// TestBlockAfterOneThatIsNotComputed: a prompt has the name of a block and is not computed yet, while
+// another request generates the same text, and more. What that stores is told of later, or never.
+func TestBlockAfterOneThatIsNotComputed(t *testing.T) {
+	for _, aborted := range []bool{false, true} {
+		cfg := base()
+		cfg.BlockSize, cfg.KVBlocks, cfg.CacheEvents = 2, 1000, true
+		cfg.PrefillTokensPerSecond = 100
+		e := must(engine.New(cfg, start))
+		r := replica{size: 2, held: map[uint64]heldBlock{}}
+		text := prompt(1, 30)
+		submit(t, e, 0, engine.Request{ID: 1, Prompt: text[:2], Output: text[2:]})
+		var now time.Time
+		step := func() bool {
+			due, ok := e.Next()
+			if ok {
+				now = due
+				e.Advance(now, nil)
+				r.read(t, e)
+			}
+			return ok
+		}
+		for e.Stats().Decoding == 0 {
+			step()
+		}
+		// One with a long prompt before it, so that the other's waits; ten tokens of that are text's.
+		if err := e.Submit(engine.Request{ID: 2, Prompt: prompt(9, 500), Output: prompt(2, 1)}, now); err != nil {
+			t.Fatal(err)
+		}
+		if err := e.Submit(engine.Request{ID: 3, Prompt: text[:10], Output: prompt(2, 1)}, now); err != nil {
+			t.Fatal(err)
+		}
+		for e.Stats().Decoding > 0 {
+			step()
+		}
+		// The first block and none of those from the sixth on, which the first request has stored.
+		if len(r.held) != 1 {
+			t.Fatalf("%d blocks while the second to fifth are not computed, want 1", len(r.held))
+		}
+		want := 14 + 250
+		if aborted {
+			e.Abort(3, now)
+			want = 1 + 250
+		}
+		for step() {
+		}
+		if len(r.held) != want {
+			t.Errorf("aborted %v: %d blocks at the end, want %d", aborted, len(r.held), want)
+		}
+	}
+}
