@@ -87,40 +87,31 @@ func findTag(c cursor, n int) (kvTag, bool) {
 	return 0, false
 }
 
-// readField reads the value of one name.
+// readField reads the value of one name. A name that events of its type do not have means nothing.
 func (b *KVBatch) readField(c *cursor, key []byte, e *kvRaw, f *kvFields) bool {
-	switch string(key) {
-	case "ownership":
+	if string(key) == "ownership" {
 		return readOwner(c, e)
-	case "locality":
-		if e.tag == kvStored || e.tag == kvRemoved {
-			return readLocality(c, e)
-		}
+	}
+	if e.tag != kvStored && e.tag != kvRemoved {
+		return c.skip(levels)
+	}
+	switch string(key) {
 	case "block_hashes":
-		if e.tag == kvStored || e.tag == kvRemoved {
-			return f.once(seenHashes) && b.readHashes(c, e)
-		}
+		return f.once(seenHashes) && b.readHashes(c, e)
 	case "medium":
-		if e.tag == kvStored || e.tag == kvRemoved {
-			return readMedium(c, e)
-		}
+		return readMedium(c, e)
+	case "locality":
+		return readLocality(c, e)
 	case "group_idx":
-		if e.tag == kvStored || e.tag == kvRemoved {
-			return readGroup(c, e)
-		}
+		return readGroup(c, e)
 	case "kv_cache_spec_kind":
-		if e.tag == kvStored || e.tag == kvRemoved {
-			return readAttention(c, e)
-		}
+		return readAttention(c, e)
 	case "kv_cache_spec_sliding_window":
-		if e.tag == kvStored || e.tag == kvRemoved {
-			_, _, ok := optionalUint32(c)
-			return ok
-		}
-	default:
-		if e.tag == kvStored {
-			return b.readStoreField(c, key, e, f)
-		}
+		_, _, ok := optionalUint32(c)
+		return ok
+	}
+	if e.tag == kvStored {
+		return b.readStoreField(c, key, e, f)
 	}
 	return c.skip(levels)
 }

@@ -37,7 +37,7 @@ func (b *KVBatch) readExtraKeys(c *cursor, e *kvRaw, media bool) bool {
 	if !ok {
 		return false
 	}
-	named := e.salt.len() > 0
+	salted := e.salt.len() > 0
 	for block := range blocks {
 		if c.null() {
 			continue
@@ -46,53 +46,44 @@ func (b *KVBatch) readExtraKeys(c *cursor, e *kvRaw, media bool) bool {
 		if !ok {
 			return false
 		}
-		lora := e.lora.len() > 0 // the adapter's name is among the keys, and might look like a salt
+		adapter := e.lora.len() > 0 // its name is among the keys, and might look like a salt
 		for ; keys > 0; keys-- {
-			begin := *c
-			if c.isArray() {
-				if n, ok := c.array(); !ok || n == 0 || !c.isText() {
-					*c = begin
-					if !c.skip(levels - 2) {
-						return false
-					}
-					continue
-				}
-				text, ok := c.text()
-				*c = begin
-				if !ok || !c.skip(levels-2) {
-					return false
-				}
-				if media {
-					b.addMedia(text, block)
-				}
-				continue
-			}
-			if !c.isText() {
-				if !c.skip(levels - 2) {
-					return false
-				}
-				continue
-			}
-			text, ok := c.text()
+			text, bare, ok := readExtraKey(c)
 			if !ok {
 				return false
 			}
 			if media {
 				b.addMedia(text, block)
 			}
-			if block > 0 || named {
-				continue
-			}
-			if lora && bytes.Equal(text, e.lora.of(c.b)) {
-				lora = false
-				continue
-			}
-			if salt, tagged := bytes.CutPrefix(text, []byte(saltTag)); tagged && len(salt) > 0 {
-				e.salt, named = span{int32(c.at - len(salt)), int32(c.at)}, true
+			switch {
+			case !bare || block > 0 || salted:
+			case adapter && bytes.Equal(text, e.lora.of(c.b)):
+				adapter = false
+			default:
+				salt, tagged := bytes.CutPrefix(text, []byte(saltTag))
+				if salted = tagged && len(salt) > 0; salted {
+					e.salt = span{int32(c.at - len(salt)), int32(c.at)}
+				}
 			}
 		}
 	}
 	return true
+}
+
+// readExtraKey passes a key and returns its text: the key itself, if it is bare, or the first of a
+// pair. Others have none.
+func readExtraKey(c *cursor) (text []byte, bare, ok bool) {
+	if c.isText() {
+		text, ok = c.text()
+		return text, true, ok
+	}
+	first := *c
+	if c.isArray() {
+		if n, ok := first.array(); ok && n > 0 && first.isText() {
+			text, _ = first.text()
+		}
+	}
+	return text, false, c.skip(levels - 2)
 }
 
 // addMedia takes text for an object if it is a digest of 64 hex digits. The first 16 name it.
