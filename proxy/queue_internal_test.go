@@ -1,11 +1,18 @@
 package proxy
 
 import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"net/http"
 	"testing"
+	"testing/synctest"
 	"time"
 
+	"spillway/busy"
 	"spillway/httperr"
 	"spillway/router"
+	"spillway/worker"
 )
 
 // TestOrder has what a request says of its place in the queue.
@@ -58,4 +65,53 @@ func TestOrder(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestLeftAndLetGo: the booking that was made for a client at the moment in which it left is freed.
+func TestLeftAndLetGo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		catalog, err := worker.NewCatalog(nil, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		limit := busy.DefaultConfig()
+		limit.ActivePrefillTokensThreshold = new(uint64(0))
+		cfg := router.DefaultConfig()
+		cfg.QueueSize = 1
+		r := router.New(cfg, limit, catalog, rand.New(rand.NewPCG(1, 1)))
+		w, err := worker.Worker{Endpoint: "http://w", Models: []string{"m"}}.Normalize()
+		if err != nil {
+			t.Fatal(err)
+		}
+		part, err := r.Register(&w, time.Now())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := part.Select(router.Query{Reservation: "old", PromptTokens: 1}, time.Now()); err != nil {
+			t.Fatal(err)
+		}
+		ready := make(chan router.Admission, 1)
+		ticket := &router.Ticket{Query: router.Query{Reservation: "new", PromptTokens: 1}, Owner: ready}
+		if _, err := part.Wait(ticket, time.Now()); err != nil {
+			t.Fatal(err)
+		}
+		part.Free("old", time.Now())
+		admitted := part.Admit(time.Now()) // of which the waiter has not heard yet
+		ctx, leave := context.WithCancel(t.Context())
+		leave()
+		x := &exchange{s: &Server{waitOver: make(chan struct{})}, req: (&http.Request{}).WithContext(ctx)}
+		ended := make(chan error, 1)
+		go func() {
+			_, err := x.awaitTurn(part, ticket, ready, time.Hour)
+			ended <- err
+		}()
+		synctest.Wait()
+		wake(admitted)
+		if err := <-ended; !errors.Is(err, context.Canceled) {
+			t.Errorf("awaitTurn = %v, want that the client has left", err)
+		}
+		if load := part.Tracker.Load(worker.Rank{Worker: w.ID}, time.Now()); load.Requests != 0 || load.PrefillTokens != 0 {
+			t.Errorf("load = %+v, want none", load)
+		}
+	})
 }
