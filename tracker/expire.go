@@ -79,7 +79,7 @@ func (t *Tracker) Held(r worker.Rank, since time.Time) bool {
 		return false
 	}
 	for _, l := range []*bookings{&rank.lasting, &rank.expiring} {
-		for b := l.front; b != nil; b = b.next {
+		for b := l.front; b != nil; b = b.links[inBooks].next {
 			if b.progress.Before(since) {
 				return true
 			}

@@ -9,21 +9,19 @@ import (
 // prefills are the open prefills of one rank, oldest first. The rank is taken to work on the oldest
 // since anchor, and by whatever time is left over on the next ones.
 type prefills struct {
-	front, back *booking
-	anchor      time.Time
-	sum         wide // tokens booked
-	expected    wide // nanoseconds, of those that have a time
-	timed       int  // those that have one
-	untimed     int  // those that have none
+	bookings
+	anchor   time.Time
+	sum      wide // tokens booked
+	expected wide // nanoseconds, of those that have a time
+	timed    int  // those that have one
+	untimed  int  // those that have none
 }
 
 func (p *prefills) push(b *booking, now time.Time) {
 	if p.front == nil {
-		p.front, p.anchor = b, now
-	} else {
-		p.back.nextPrefill, b.prevPrefill = b, p.back
+		p.anchor = now
 	}
-	p.back = b
+	p.bookings.push(b, inPrefills)
 	p.sum = p.sum.plus(wide{lo: b.prefillTokens})
 	if b.timed {
 		p.timed++
@@ -44,17 +42,7 @@ func (p *prefills) remove(b *booking, now time.Time) {
 			p.anchor = now
 		}
 	}
-	if b.prevPrefill != nil {
-		b.prevPrefill.nextPrefill = b.nextPrefill
-	} else {
-		p.front = b.nextPrefill
-	}
-	if b.nextPrefill != nil {
-		b.nextPrefill.prevPrefill = b.prevPrefill
-	} else {
-		p.back = b.prevPrefill
-	}
-	b.prevPrefill, b.nextPrefill = nil, nil
+	p.bookings.remove(b, inPrefills)
 	p.sum = p.sum.minus(wide{lo: b.prefillTokens})
 	if b.timed {
 		p.timed--

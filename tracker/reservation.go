@@ -42,10 +42,9 @@ type booking struct {
 	open          bool // its prefill is
 	timed         bool // its prefill has a time
 
-	prev, next               *booking // in lasting or expiring of the rank
-	prevPrefill, nextPrefill *booking // in prefills of the rank
-	decayed                  bool
-	less                     uint32 // what its blocks weigh less than whole since, if decayed
+	links   [chains]links
+	decayed bool
+	less    uint32 // what its blocks weigh less than whole since, if decayed
 }
 
 // Reserve books r. It returns ErrBusy if the rank is over limit already (r is not counted: a long
@@ -116,7 +115,7 @@ func (t *Tracker) bookLocked(r Reservation, rank *rankBook, now time.Time) *book
 	rank.blocks = rank.blocks.plus(wide{lo: b.private})
 	rank.requests++
 	rank.book.requests.Add(1)
-	rank.list(b).push(b)
+	rank.list(b).push(b, inBooks)
 	t.bookings.put(b.id, b)
 	return b
 }
@@ -209,7 +208,7 @@ func (t *Tracker) freeLocked(b *booking, now time.Time) {
 	}
 	r.requests--
 	r.book.requests.Add(-1)
-	r.list(b).remove(b)
+	r.list(b).remove(b, inBooks)
 	t.bookings.drop(b.id)
 	t.putLocked(b)
 }
@@ -223,7 +222,7 @@ func (t *Tracker) takeLocked() *booking {
 	if b == nil {
 		return &booking{}
 	}
-	t.spare = b.next
+	t.spare = b.links[inBooks].next
 	t.spares--
 	return b
 }
@@ -232,7 +231,7 @@ func (t *Tracker) takeLocked() *booking {
 func (t *Tracker) putLocked(b *booking) {
 	*b = booking{}
 	if t.spares < maxSpare {
-		b.next, t.spare = t.spare, b
+		b.links[inBooks].next, t.spare = t.spare, b
 		t.spares++
 	}
 }
@@ -248,6 +247,16 @@ func (b *booking) close(now time.Time) {
 // bookings is a list of reservations in the order in which they were booked.
 type bookings struct{ front, back *booking }
 
+// links are the neighbours of a reservation in one list.
+type links struct{ prev, next *booking }
+
+// A reservation is in at most one list of each kind.
+const (
+	inBooks    = iota // lasting or expiring of its rank, or spare
+	inPrefills        // prefills of its rank
+	chains
+)
+
 func (r *rankBook) list(b *booking) *bookings {
 	if b.expires {
 		return &r.expiring
@@ -255,25 +264,27 @@ func (r *rankBook) list(b *booking) *bookings {
 	return &r.lasting
 }
 
-func (l *bookings) push(b *booking) {
-	if b.prev = l.back; b.prev != nil {
-		b.prev.next = b
+func (l *bookings) push(b *booking, chain int) {
+	if l.back != nil {
+		b.links[chain].prev = l.back
+		l.back.links[chain].next = b
 	} else {
 		l.front = b
 	}
 	l.back = b
 }
 
-func (l *bookings) remove(b *booking) {
-	if b.prev != nil {
-		b.prev.next = b.next
+func (l *bookings) remove(b *booking, chain int) {
+	at := b.links[chain]
+	if at.prev != nil {
+		at.prev.links[chain].next = at.next
 	} else {
-		l.front = b.next
+		l.front = at.next
 	}
-	if b.next != nil {
-		b.next.prev = b.prev
+	if at.next != nil {
+		at.next.links[chain].prev = at.prev
 	} else {
-		l.back = b.prev
+		l.back = at.prev
 	}
-	b.prev, b.next = nil, nil
+	b.links[chain] = links{}
 }

@@ -21,7 +21,7 @@ func (t *Tracker) Standing(now time.Time) []Standing {
 			continue
 		}
 		for _, l := range []*bookings{&r.lasting, &r.expiring} {
-			for b := l.front; b != nil; b = b.next {
+			for b := l.front; b != nil; b = b.links[inBooks].next {
 				all = append(all, b.standing(now))
 			}
 		}

@@ -80,7 +80,7 @@ type Tracker struct {
 	freeSlots []uint32
 	moves     uint64   // counts the changes of slots
 	expired   uint64   // reservations that did
-	spare     *booking // ended bookings, linked by next
+	spare     *booking // ended bookings, linked as inBooks
 	spares    int
 }
 
