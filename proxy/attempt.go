@@ -153,6 +153,9 @@ func (x *exchange) reserve(now time.Time) error {
 // book does one round of reserve. It returns when the request was placed or refused: now, or when
 // its waiting ended. The error is errTried where the next round may do better.
 func (x *exchange) book(now time.Time) (time.Time, error) {
+	if x.hopeless {
+		return now, router.ErrOverloaded
+	}
 	x.query.Reservation = reservationID()
 	sel, now, err := x.place(now)
 	if err != nil {

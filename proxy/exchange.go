@@ -33,6 +33,7 @@ type exchange struct {
 	upload     upload
 	forward    []byte // as the worker gets it
 	scan       scanned
+	hopeless   bool // scan has skimmed the body, as the request is refused in any case
 	askedModel string
 	addUsage   bool // usage is asked for where the client did not
 	model      *model
@@ -194,21 +195,18 @@ func (x *exchange) prepare() (h hints, err error) {
 	if x.counts != nil {
 		x.enter(preprocess, time.Now())
 	}
-	scan, bad := scan(x.body)
-	if bad != nil {
-		return h, bad
+	h = readHints(x.req.Header, x.s.cfg.DisableRoutingHints)
+	if x.hopeless = x.s.shedding(x.start) && x.skimmed(h); !x.hopeless {
+		var bad *httperr.Error
+		if x.scan, bad = scan(x.body); bad != nil {
+			return h, bad
+		}
 	}
-	x.scan = scan
-	catalog := x.s.router.Catalog()
-	switch {
-	case x.scan.modelKind == str:
-		x.askedModel = x.scan.model.string()
-	case !x.scan.modelKind.given() && len(catalog.Models()) == 1:
-		x.askedModel = catalog.Models()[0]
-	case !x.scan.modelKind.given():
+	model, known := x.s.modelOf(&x.scan)
+	if !known {
 		return h, httperr.Invalid("model is required")
 	}
-	h = readHints(x.req.Header, x.s.cfg.DisableRoutingHints)
+	x.askedModel = model
 	var unknown error
 	if x.target, unknown = x.s.router.Resolve(x.askedModel, h.tenant); unknown == nil {
 		x.known(x.s.models.of(x.target.Model)) // what is wrong with the request is counted for its model
@@ -227,9 +225,59 @@ func (x *exchange) prepare() (h hints, err error) {
 	if x.target.Partition == nil {
 		return h, router.ErrNoWorkers
 	}
+	if x.hopeless { // nobody will see the body
+		return h, nil
+	}
 	x.addUsage = x.s.cfg.ForceIncludeUsage && x.ep.dialect == openAI && x.scan.stream == yes && !x.scan.includeUsage
 	x.forward, err = x.edited()
 	return h, err
+}
+
+// modelOf is the model that a request asks for; known is false if it does not say so, and there is
+// none to be taken for granted. A model that is no string is for scanned.check.
+func (s *Server) modelOf(body *scanned) (model string, known bool) {
+	switch models := s.router.Catalog().Models(); {
+	case body.modelKind == str:
+		return body.model.string(), true
+	case body.modelKind.given():
+		return "", true
+	case len(models) == 1:
+		return models[0], true
+	}
+	return "", false
+}
+
+// sheddingFor is how long after a refusal the next one is expected.
+const sheddingFor = time.Second
+
+// shedding tells whether a request that came at a time is likely to be refused for load. With a
+// queue it would wait instead.
+func (s *Server) shedding(at time.Time) bool {
+	return !s.queues && !s.cfg.StrictValidation && at.UnixNano()-s.shedAt.Load() < int64(sheddingFor)
+}
+
+// skimmed skims the body and tells whether that is enough: it holds no mistake that skim sees, and
+// there is no room for the request wherever it might go. The text of a long prompt costs more to
+// look at than all the rest of a refusal.
+func (x *exchange) skimmed(h hints) bool {
+	switch {
+	case len(x.body) < smallPart: // scan is as quick
+		return false
+	case h.worker != "" || h.dp != nil:
+		return false
+	case x.counts == nil: // of no inference route: it is not admitted, but served
+		return false
+	}
+	var bad *httperr.Error
+	if x.scan, bad = skim(x.body); bad != nil {
+		return false
+	}
+	model, known := x.s.modelOf(&x.scan)
+	if !known {
+		return false
+	}
+	target, err := x.s.router.Resolve(model, h.tenant)
+	return err == nil && target.Partition != nil && target.Only == nil && target.Partition.Full(x.start)
 }
 
 // told is what a client would be told of err.
@@ -253,6 +301,9 @@ func (x *exchange) fail(err error) {
 	}
 	if e.Reason == httperr.NoHealthyWorkers && e.RetryAfter == 0 {
 		e.RetryAfter = x.target.Partition.Recovery(time.Now())
+	}
+	if e.Reason == httperr.Overloaded {
+		x.s.shedAt.Store(x.start.UnixNano())
 	}
 	switch {
 	case e.Reason == "":

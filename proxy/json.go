@@ -14,8 +14,9 @@ const maxDepth = 512
 // cursor walks JSON text in place: it validates all that it passes over and decodes nothing. It
 // accepts what RFC 8259 does, as long as strings are valid UTF-8.
 type cursor struct {
-	b []byte
-	i int
+	b    []byte
+	i    int
+	skim bool // what is in string values does not matter: see cursor.value
 }
 
 // space passes over white space.
@@ -163,7 +164,7 @@ func (c *cursor) array(element func() error) error {
 func (c *cursor) skip(depth int) error {
 	switch ch := c.peek(); {
 	case ch == '"':
-		_, err := c.str()
+		_, err := c.value()
 		return err
 	case ch == '-' || ch >= '0' && ch <= '9':
 		_, err := c.number()

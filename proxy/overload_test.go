@@ -96,6 +96,61 @@ X-Spillway-Reason: overloaded
 	}
 }
 
+// TestSkimmed: while all are busy, the text of a request is not looked at, since it is refused in any
+// case. All else is judged as ever, and so is everything as soon as one is free.
+func TestSkimmed(t *testing.T) {
+	s := newScript(t, saying(answer(200, jsonHeader, reply)))
+	w := served("w", s)
+	f := begin(t, setup{models: []string{"M"}, busy: decodeLimit()}, w)
+	long := func(body string) string { // short ones are always scanned
+		return fmt.Sprintf(`%s,"user":"%0*d"}`, strings.TrimSuffix(body, "}"), 4096, 0)
+	}
+	var (
+		broken  = long(`{"model":"m","messages":[{"role":"user","content":"\x"}]}`)
+		escapes = long(`{"messages":[{"content":"\\\"\\"},{"content":"\\\\"}],"stream":true,"model":"m"}`)
+		scanned = "the request body is not valid JSON (near byte 51)"
+	)
+	f.chat(broken).is(t, "bad text before all are busy", 400, invalid(scanned))
+	f.report(w.ID, 100)
+	shed := f.chat(chatBody) // from here on refusals are expected for a second; it may be over at any time
+	shed.is(t, "the first refusal", 503, busyBody)
+	skimmed := false
+	for until := time.Now().Add(time.Minute); !skimmed && time.Now().Before(until); f.chat(chatBody) {
+		skimmed = f.chat(broken).status == 503
+	}
+	if !skimmed {
+		t.Error("bad text is looked at while all are busy")
+	}
+	f.chat(escapes).is(t, "quotes and backslashes in a text", 503, busyBody, overloaded...)
+	if started := f.metric(`dynamo_frontend_requests_started_total{endpoint="chat_completions",model="m",request_type="stream"}`); started != "1" {
+		t.Errorf("streams that were skimmed: %s, want 1", started)
+	}
+	for _, tt := range []struct {
+		name, body string
+		status     int
+		want       string
+		headers    []string
+	}{
+		{"no end", `{"user":"` + strings.Repeat("x", 4096), 400, invalid("the request body is not valid JSON (near byte 4105)"), nil},
+		{"no messages", `{"model":"m","messages":[]}`, 400, invalid("messages must be an array with at least one message"), nil},
+		{"no model", `{"messages":[{}]}`, 400, invalid("model is required"), nil},
+		{"unknown model", `{"model":"X","messages":[{}]}`, 404, flat(404, "not_found", "Model not found: X"), nil},
+		{"a model without workers", `{"model":"M","messages":[{}]}`, 503, flat(503, "service_unavailable", "Service temporarily unavailable: No workers available for model M"), nil},
+		{"pinned, bad text", `{"model":"m","messages":[{"role":"user","content":"\x"}]}`, 400, invalid(scanned), []string{"X-Worker-Instance-Id: " + fmt.Sprint(uint64(w.ID))}},
+		{"pinned", chatBody, 503, flat(503, "service_unavailable", "Service temporarily unavailable: Selected worker is busy, please retry later"), []string{"X-Worker-Instance-Id: " + fmt.Sprint(uint64(w.ID))}},
+	} {
+		f.chat(chatBody)
+		if strings.HasSuffix(tt.body, "}") {
+			tt.body = long(tt.body)
+		}
+		f.chat(tt.body, tt.headers...).is(t, tt.name, tt.status, tt.want)
+	}
+	f.chat(chatBody)
+	f.report(w.ID, 10)
+	f.chat(broken).is(t, "bad text as soon as there is room", 400, invalid(scanned))
+	f.chat(chatBody).is(t, "a request as soon as there is room", 200, reply)
+}
+
 // TestUnavailable has the rows in which there is nobody to be busy.
 func TestUnavailable(t *testing.T) {
 	s := newScript(t, saying(answer(200, jsonHeader, reply)))

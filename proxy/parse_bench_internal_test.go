@@ -46,6 +46,15 @@ func BenchmarkScan(b *testing.B) {
 				}
 			}
 		})
+		b.Run(bb.name+"/skim", func(b *testing.B) { // of requests that are refused
+			b.SetBytes(int64(len(bb.body)))
+			b.ReportAllocs()
+			for b.Loop() {
+				if _, err := skim(bb.body); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
 		b.Run(bb.name+"/by=encoding-json", func(b *testing.B) { // what scan is measured against
 			b.SetBytes(int64(len(bb.body)))
 			b.ReportAllocs()

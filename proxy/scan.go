@@ -85,11 +85,17 @@ type tally struct {
 
 // scan reads the keys that the front end needs and checks the syntax of all the rest. The error
 // is malformed JSON or a body that is no object; fields are judged by check.
-func scan(body []byte) (scanned, *httperr.Error) {
+func scan(body []byte) (scanned, *httperr.Error) { return read(cursor{b: body}) }
+
+// skim is scan without a look into strings that are neither keys nor the model: what is wrong in
+// them stays unseen, and tallies count their bytes as they are written. It is for requests that are
+// refused whatever they say.
+func skim(body []byte) (scanned, *httperr.Error) { return read(cursor{b: body, skim: true}) }
+
+func read(c cursor) (scanned, *httperr.Error) {
 	var s scanned
-	c := cursor{b: body}
 	if ch := c.peek(); ch != '{' {
-		if err := c.skip(0); err != nil || c.peek() != 0 || c.i < len(body) {
+		if err := c.skip(0); err != nil || c.peek() != 0 || c.i < len(c.b) {
 			return s, malformed(&c, err)
 		}
 		return s, httperr.Invalid("the request body must be a JSON object")
@@ -99,7 +105,7 @@ func scan(body []byte) (scanned, *httperr.Error) {
 	if err != nil {
 		return s, malformed(&c, err)
 	}
-	if c.space(); c.i < len(body) {
+	if c.space(); c.i < len(c.b) {
 		return s, malformed(&c, errJSON)
 	}
 	return s, nil
@@ -197,7 +203,7 @@ func (t *tally) conversation(c *cursor) error {
 func (t *tally) value(c *cursor, depth int) error {
 	switch ch := c.peek(); {
 	case ch == byte(str):
-		s, err := c.str()
+		s, err := c.value()
 		t.bytes += s.size()
 		return err
 	case ch != byte(object) && ch != byte(array):
@@ -249,7 +255,7 @@ func (t *tally) schemas(c *cursor, k kind) error {
 func (t *tally) prompt(c *cursor, depth int) error {
 	switch ch := c.peek(); {
 	case ch == byte(str):
-		s, err := c.str()
+		s, err := c.value()
 		if s.size() > 0 {
 			t.items++
 		}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"reflect"
 	"strings"
 	"testing"
 	"unicode/utf8"
@@ -46,6 +47,18 @@ func FuzzScan(f *testing.F) {
 		checkKinds(t, body, &got, want)
 		checkTallies(t, body, &got, want)
 		checkEdits(t, body, &got)
+		skimmed, err := skim(body)
+		if err != nil {
+			t.Fatalf("skim(%q): %v, but scan finds nothing wrong", body, err)
+		}
+		for _, s := range []*scanned{&got, &skimmed} { // skim need not know how long a text is
+			for _, t := range []*tally{&s.chat, &s.prompts, &s.inputs, &s.system} {
+				t.bytes = min(t.bytes, 1)
+			}
+		}
+		if !reflect.DeepEqual(skimmed, got) {
+			t.Errorf("skim(%q): %+v, want %+v", body, skimmed, got)
+		}
 	})
 }
 

@@ -57,6 +57,7 @@ type Server struct {
 	registry     *prometheus.Registry
 
 	stage    atomic.Int32
+	shedAt   atomic.Int64  // when the last request came that was refused because all were busy, in Unix nanoseconds
 	inflight atomic.Int64  // inference requests whose answer is not written yet
 	drained  chan struct{} // told when inflight reaches 0 while draining
 	waitOver chan struct{} // closed when nobody may wait for a worker any more: the drain has begun

@@ -134,6 +134,16 @@ func busyError(q *Query) error {
 	return ErrOverloaded
 }
 
+// Full tells whether Select would refuse any request that is pinned to nothing and may go to every
+// worker, because all that are routable are busy.
+func (p *Partition) Full(now time.Time) bool {
+	if p.Busy.Due(now) {
+		p.Busy.Tick(now)
+	}
+	snap := p.Busy.Snapshot()
+	return p.mode != Direct && snap.ThresholdsSet && len(snap.FreeSlots) == 0 && len(snap.RoutableSlots) > 0
+}
+
 // suitableLocked returns those of slots, which are in the order of worker IDs, that the request
 // may go to, however busy they are. The result is good until the next call.
 func (p *Partition) suitableLocked(slots []int32, q *Query, exclude []worker.ID) []int32 {
