@@ -42,6 +42,11 @@ func (a *aliases) newest(seq uint64) (engine uint64, ok bool) {
 	return a.cells[a.bySeq.at(slot)].engine, true
 }
 
+// touch looks at where an alias is or would be.
+func (a *aliases) touch(engine, seq uint64) uint64 {
+	return uint64(a.byEngine.touch(mix(engine)) + a.bySeq.touch(mix(seq)))
+}
+
 // add adds an engine hash that is not there, and tells whether it is the block's first.
 func (a *aliases) add(engine, seq uint64) (first bool) {
 	a.makeRoom()

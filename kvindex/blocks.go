@@ -105,6 +105,17 @@ func (t *table) find(key, h uint64) uint64 {
 	}
 }
 
+// touch looks at where a block is or would be.
+func (b *blocks) touch(key uint64) uint64 {
+	s, h := b.shard(key)
+	t := s.table.Load()
+	if t == nil {
+		return 0
+	}
+	i := home(h, len(t.cells))
+	return t.cells[i].holders.Load()
+}
+
 // cell returns the cell of key, or the empty one where it would be.
 func (t *table) cell(key, h uint64) int {
 	i := home(h, len(t.cells))

@@ -135,18 +135,10 @@ func (x *Index) Remove(rank worker.Rank, tier worker.Tier, engine []uint64) (rem
 		return 0, len(engine)
 	}
 	defer s.mu.Unlock()
-	for _, hash := range engine {
-		if tier == worker.Device {
-			if slot, pos, ok := s.aliases.find(hash); ok {
-				s.removeLocked(x, slot, pos)
-				removed++
-			}
-		} else if tier < worker.Tiers && s.lower[tier] != nil {
-			if slot, pos, ok := s.lower[tier].find(hash); ok {
-				s.removeLowerLocked(x, tier, slot, pos)
-				removed++
-			}
-		}
+	if tier == worker.Device {
+		removed = s.removeDeviceLocked(x, engine)
+	} else if tier < worker.Tiers {
+		removed = s.removeLowerLocked(x, tier, engine)
 	}
 	x.forget(removed)
 	return removed, len(engine) - removed

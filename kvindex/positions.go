@@ -44,6 +44,14 @@ func (p *positions) find(h uint64, same func(pos int) bool) int {
 	}
 }
 
+// touch looks at where the search for a hash begins.
+func (p *positions) touch(h uint64) uint32 {
+	if len(p.slots) == 0 {
+		return 0
+	}
+	return p.slots[home(h, len(p.slots))]
+}
+
 // at returns the position in a slot.
 func (p *positions) at(slot int) int { return int(p.slots[slot]&(1<<p.posBits-1)) - 2 }
 

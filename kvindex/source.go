@@ -17,6 +17,7 @@ type source struct {
 	aliases aliases
 	lower   [worker.Tiers]*edges // by tier, or nil if it holds nothing there; none for the device
 	seen    seen
+	touched uint64 // of no meaning; without it what is looked at ahead would be optimised away
 }
 
 // knowsLocked tells whether an engine hash means something to this rank in any tier.
@@ -35,38 +36,76 @@ func (s *source) knowsLocked(engine uint64) bool {
 	return false
 }
 
+// ahead is how many blocks a writer takes at a time: it looks at all places in memory that their
+// changes will need before it makes the first, so that it waits for memory once and not for each.
+const ahead = 16
+
 // storeLocked adds blocks to the device. It returns by how many entries there are more; moved
 // tells that some engine hash now means another block.
 func (s *source) storeLocked(x *Index, parent Parent, engine, local []uint64) (added int, moved bool, status Status) {
-	var seq uint64
+	var up uint64
 	if parent.Set {
 		var ok bool
-		if seq, ok = s.aliases.seq(parent.Hash); !ok {
+		if up, ok = s.aliases.seq(parent.Hash); !ok {
 			return 0, false, ParentUnknown
 		}
 	}
-	first := !parent.Set
 	known := x.seats.known()
-	for i, e := range engine {
-		from := origin{seq, local[i]}
-		if seq = local[i]; !first {
-			seq = kvhash.Next(from.parent, local[i])
-		}
-		first = false
-		if slot, pos, ok := s.aliases.find(e); ok {
-			if s.aliases.cells[pos].seq == seq {
-				continue
+	for len(engine) > 0 {
+		n := min(ahead, len(engine))
+		var seqs [ahead]uint64
+		seq := up
+		for i, l := range local[:n] {
+			if parent.Set {
+				seq = kvhash.Next(seq, l)
+			} else {
+				seq, parent.Set = l, true
 			}
-			s.removeLocked(x, slot, pos)
-			added--
-			moved = true
+			seqs[i] = seq
+			s.touched += s.aliases.touch(engine[i], seq) + x.device.touch(seq)
 		}
-		added++
-		if s.aliases.add(e, seq) {
-			x.device.add(seq, s.seat, known, from)
+		for i, e := range engine[:n] {
+			from := origin{up, local[i]}
+			up = seqs[i]
+			if slot, pos, ok := s.aliases.find(e); ok {
+				if s.aliases.cells[pos].seq == up {
+					continue
+				}
+				s.removeLocked(x, slot, pos)
+				added--
+				moved = true
+			}
+			added++
+			if s.aliases.add(e, up) {
+				x.device.add(up, s.seat, known, from)
+			}
 		}
+		engine, local = engine[n:], local[n:]
 	}
 	return added, moved, Stored
+}
+
+// removeDeviceLocked removes blocks from the device, and returns how many were there.
+func (s *source) removeDeviceLocked(x *Index, engine []uint64) (removed int) {
+	for len(engine) > 0 {
+		n := min(ahead, len(engine))
+		for _, e := range engine[:n] {
+			s.touched += s.aliases.touch(e, 0)
+		}
+		for _, e := range engine[:n] {
+			if seq, ok := s.aliases.seq(e); ok {
+				s.touched += s.aliases.touch(e, seq) + x.device.touch(seq)
+			}
+		}
+		for _, e := range engine[:n] {
+			if slot, pos, ok := s.aliases.find(e); ok {
+				s.removeLocked(x, slot, pos)
+				removed++
+			}
+		}
+		engine = engine[n:]
+	}
+	return removed
 }
 
 // removeLocked removes the alias that find has found.
@@ -108,17 +147,28 @@ func (s *source) storeLowerLocked(x *Index, tier worker.Tier, from Parent, engin
 	return added
 }
 
-// removeLowerLocked removes the edge that find has found.
-func (s *source) removeLowerLocked(x *Index, tier worker.Tier, slot, pos int) {
+// removeLowerLocked removes blocks from a lower tier, and returns how many were there.
+func (s *source) removeLowerLocked(x *Index, tier worker.Tier, engine []uint64) (removed int) {
 	e := s.lower[tier]
-	if c := e.cells[pos]; !c.from.Set {
-		x.roots[tier].remove(c.local, s.seat, x.seats.known())
+	if e == nil {
+		return 0
 	}
-	e.remove(slot, pos)
+	for _, hash := range engine {
+		slot, pos, ok := e.find(hash)
+		if !ok {
+			continue
+		}
+		removed++
+		if c := e.cells[pos]; !c.from.Set {
+			x.roots[tier].remove(c.local, s.seat, x.seats.known())
+		}
+		e.remove(slot, pos)
+	}
 	if len(e.cells) == 0 {
 		s.lower[tier] = nil
 		x.seats.markLower(s.seat, tier, false)
 	}
+	return removed
 }
 
 // clearLocked forgets everything, and returns how many entries that were.
