@@ -5,6 +5,7 @@ package kvhash
 
 import (
 	"encoding/binary"
+	"math/bits"
 	"slices"
 
 	"github.com/zeebo/xxh3"
@@ -117,11 +118,19 @@ func withMultimodal(tokens []byte, hashes []uint64) []byte {
 
 // Next returns the sequence hash of a block that follows the sequence seq. That of a first block
 // is its block hash.
+//
+// It is XXH3 of both numbers' 16 bytes, the library's answer written out for this one length and
+// seed: a chain of them is what a query waits for, and this way takes half the time.
 func Next(seq, block uint64) uint64 {
-	var b [16]byte
-	binary.LittleEndian.PutUint64(b[:8], seq)
-	binary.LittleEndian.PutUint64(b[8:], block)
-	return xxh3.HashSeed(b[:], seed)
+	const ( // words of XXH3's secret, in pairs, and the seed
+		flipSeq   = (0x1f67b3b7a4a44072 ^ 0x78e5c0cc4ee679cb) + seed
+		flipBlock = (0x2172ffcc7dd05a82 ^ 0x8e2443f7744608b8) - seed
+	)
+	lo, hi := seq^flipSeq, block^flipBlock
+	high, low := bits.Mul64(lo, hi)
+	h := 16 + bits.ReverseBytes64(lo) + hi + (high ^ low)
+	h = (h ^ h>>37) * 0x165667919e3779f9
+	return h ^ h>>32
 }
 
 // AppendSequences appends the sequence hashes of a prompt's blocks, the first at its beginning,

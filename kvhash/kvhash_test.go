@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"slices"
 	"strconv"
@@ -204,6 +205,18 @@ func TestSizes(t *testing.T) {
 			if !slices.Equal(got[1:], want) || got[0] != 7 {
 				t.Fatalf("block size %d, eagle %v: %d hashes differ from the %d wanted", size, eagle, len(got)-1, len(want))
 			}
+		}
+	}
+}
+
+// TestNext compares what is written out with the library.
+func TestNext(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 2))
+	for range 10_000 {
+		seq, block := r.Uint64()>>r.IntN(64), r.Uint64()>>r.IntN(64)
+		b := binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint64(nil, seq), block)
+		if got, want := kvhash.Next(seq, block), xxh3.HashSeed(b, 1337); got != want {
+			t.Fatalf("Next(%d, %d) = %d, want %d", seq, block, got, want)
 		}
 	}
 }

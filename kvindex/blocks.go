@@ -91,6 +91,30 @@ func (b *blocks) read(key uint64, row []uint64) (holders, []uint64) {
 	return found, row
 }
 
+// covers tells whether a block's holders are a row of bits that has all of set. If a writer comes
+// between, it is false; read will tell more.
+func (b *blocks) covers(key uint64, set []uint64) bool {
+	s, h := b.shard(key)
+	v := s.version.Load()
+	t := s.table.Load()
+	if v&1 != 0 || t == nil {
+		return false
+	}
+	found := holders(t.find(key, h))
+	if found == 0 || found.inline() > 0 || !found.dense() {
+		return false
+	}
+	words := s.rows.words(found.size(), found.row())
+	if len(words) < len(set) {
+		return false
+	}
+	var missing uint64
+	for i, w := range set {
+		missing |= w &^ words[i].Load()
+	}
+	return missing == 0 && s.version.Load() == v
+}
+
 // find returns the holders of key, 0 if there is no such cell. A reader may call it at any time,
 // but can believe the result only if the version has stayed.
 func (t *table) find(key, h uint64) uint64 {

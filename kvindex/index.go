@@ -1,6 +1,7 @@
 package kvindex
 
 import (
+	"sync"
 	"sync/atomic"
 
 	"spillway/worker"
@@ -14,6 +15,11 @@ type Index struct {
 	budget *budget
 	held   atomic.Int64 // entries of this index; part of budget.used
 	seats  *seating
+
+	// arrivals is held while a rank gets a seat, and for reading by a query that has met too many
+	// arrivals to wait for a moment without. It comes before all other locks.
+	arrivals sync.RWMutex
+
 	device *blocks               // by sequence hash
 	roots  [worker.Tiers]*blocks // first blocks in lower tiers, by block hash; none for the device
 }
@@ -66,7 +72,9 @@ func (x *Index) locked(rank worker.Rank, create bool) *source {
 	for {
 		s := x.seats.find(rank)
 		if s == nil && create {
+			x.arrivals.Lock()
 			s = x.seats.seat(rank)
+			x.arrivals.Unlock()
 		}
 		if s == nil {
 			return nil

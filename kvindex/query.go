@@ -2,6 +2,7 @@ package kvindex
 
 import (
 	"math/bits"
+	"slices"
 
 	"spillway/kvhash"
 	"spillway/worker"
@@ -10,7 +11,7 @@ import (
 // scratch is what a query works on.
 type scratch struct {
 	seqs []uint64 // sequence hashes, as far as they were needed
-	hits []hit
+	hits []hit    // in step with Matches.Ranks
 	row  []uint64 // holders of a block that has more than a word tells
 
 	// Those who hold all blocks so far are in list, in order, or in set as bits.
@@ -22,10 +23,7 @@ type scratch struct {
 }
 
 // hit is the match of one seat on the device.
-type hit struct {
-	seat   uint32
-	blocks int
-}
+type hit struct{ seat, blocks uint32 }
 
 // Query finds how much of a prompt, given by the hashes of its blocks, each rank holds, in all
 // tiers, and leaves it in m. The time it takes depends on how much matches.
@@ -42,8 +40,8 @@ func (x *Index) query(local []uint64, m *Matches, lower bool) {
 			return // each seat belonged to one rank all the while
 		}
 	}
-	x.seats.mu.RLock() // ranks come and go; none can come now
-	defer x.seats.mu.RUnlock()
+	x.arrivals.RLock() // ranks come and go; none can come now
+	defer x.arrivals.RUnlock()
 	x.queryOnce(local, m, lower)
 }
 
@@ -54,9 +52,10 @@ func (x *Index) queryOnce(local []uint64, m *Matches, lower bool) {
 	}
 	m.device(x.device, local)
 	p := x.seats.plan.Load() // after the seats were read, so that it has them all
-	for _, h := range m.hits {
+	m.Ranks = slices.Grow(m.Ranks, len(m.hits))[:len(m.hits)]
+	for i, h := range m.hits {
 		r := &p.ranks[h.seat]
-		m.Ranks = append(m.Ranks, Match{Rank: worker.Rank{Worker: worker.ID(r.worker.Load()), DP: r.dp.Load()}, Device: h.blocks})
+		m.Ranks[i] = Match{Rank: worker.Rank{Worker: worker.ID(r.worker.Load()), DP: r.dp.Load()}, Device: int(h.blocks)}
 	}
 	if lower {
 		m.lower(x, p, local)
@@ -76,6 +75,9 @@ func (m *Matches) device(b *blocks, local []uint64) {
 	for i := 1; i < len(local); i++ {
 		seq := kvhash.Next(m.seqs[i-1], local[i])
 		m.seqs = append(m.seqs, seq)
+		if m.dense && b.covers(seq, m.set) {
+			continue // all of them, and perhaps more
+		}
 		if held, m.row = b.read(seq, m.row); held == was && held.inline() > 0 {
 			continue // the same few as before
 		}
@@ -107,7 +109,7 @@ func (m *Matches) start(held holders) {
 // listed is the i-th seat of a row that is a list.
 func listed(row []uint64, i int) uint32 { return uint32(row[i/2] >> (32 * (i % 2))) }
 
-func (m *Matches) hit(seat uint32, blocks int) { m.hits = append(m.hits, hit{seat, blocks}) }
+func (m *Matches) hit(seat uint32, blocks int) { m.hits = append(m.hits, hit{seat, uint32(blocks)}) }
 
 // drop ends the match of all who are left.
 func (m *Matches) drop(blocks int) {
@@ -117,11 +119,17 @@ func (m *Matches) drop(blocks int) {
 		}
 		return
 	}
+	n := len(m.hits)
+	for _, w := range m.set {
+		n += bits.OnesCount64(w)
+	}
+	hits := slices.Grow(m.hits, n-len(m.hits))
 	for i, w := range m.set {
 		for ; w != 0; w &= w - 1 {
-			m.hit(uint32(i*64+bits.TrailingZeros64(w)), blocks)
+			hits = append(hits, hit{uint32(i*64 + bits.TrailingZeros64(w)), uint32(blocks)})
 		}
 	}
+	m.hits = hits
 }
 
 // keep lets only those go on who hold the next block too; for the others the match ends. It tells

@@ -1,0 +1,190 @@
+package kvindex_test
+
+import (
+	"errors"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"spillway/kvhash"
+	"spillway/kvindex"
+	"spillway/worker"
+)
+
+// routedIndex is an index with decisions, asked at one time after another.
+type routedIndex struct {
+	t  *testing.T
+	ix *kvindex.Index
+	r  *kvindex.Routed
+	m  kvindex.Matches
+}
+
+func newRouted(t *testing.T, cfg kvindex.RoutedConfig) *routedIndex {
+	ix := kvindex.New(kvindex.DefaultConfig())
+	return &routedIndex{t: t, ix: ix, r: kvindex.NewRouted(ix, cfg)}
+}
+
+func (x *routedIndex) record(rank worker.Rank, at time.Duration, local ...uint64) kvindex.Status {
+	x.t.Helper()
+	s, err := x.r.Record(rank, local, kvhash.AppendSequences(nil, local), time.Unix(1000, 0).Add(at))
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	return s
+}
+
+// want checks how many blocks a rank is thought to hold at a time.
+func (x *routedIndex) want(rank worker.Rank, at time.Duration, want int, local ...uint64) {
+	x.t.Helper()
+	x.r.Expire(time.Unix(1000, 0).Add(at))
+	x.ix.Query(local, &x.m)
+	if got := x.m.Rank(rank).Device; got != want {
+		x.t.Errorf("after %v %v has %d of %v, want %d", at, rank, got, local, want)
+	}
+}
+
+const ms = time.Millisecond
+
+func TestRoutedExpires(t *testing.T) {
+	x := newRouted(t, kvindex.RoutedConfig{TTL: 10 * time.Second, MaxEntries: 100, PruneTo: 0.8})
+	x.record(rankA, 30*ms, 1, 2, 3)
+	x.record(rankC, 0, 1, 2, 3)
+	x.want(rankA, 10*time.Second+29*ms, 3, 1, 2, 3)
+	x.want(rankC, 10*time.Second+29*ms, 0, 1, 2, 3) // its deadline is a bucket's
+	x.want(rankA, 10*time.Second+99*ms, 3, 1, 2, 3) // rounded up
+	x.record(rankA, 10*time.Second+99*ms, 1, 2)     // moved; the third block is not
+	x.want(rankA, 10*time.Second+100*ms, 2, 1, 2, 3)
+	x.want(rankA, 20*time.Second+99*ms, 2, 1, 2, 3)
+	x.want(rankA, 20*time.Second+100*ms, 0, 1, 2, 3)
+	if x.r.Entries() != 0 || x.ix.Entries() != 0 {
+		t.Errorf("%d and %d entries are left", x.r.Entries(), x.ix.Entries())
+	}
+}
+
+func TestRoutedTTLZero(t *testing.T) {
+	x := newRouted(t, kvindex.RoutedConfig{TTL: 0, MaxEntries: 100, PruneTo: 0.8})
+	x.record(rankA, 0, 1, 2)
+	x.want(rankA, 0, 0, 1, 2)
+}
+
+func TestRoutedAndEvents(t *testing.T) {
+	x := newRouted(t, kvindex.RoutedConfig{TTL: time.Second, MaxEntries: 100, PruneTo: 0.8})
+	local := []uint64{1, 2}
+	x.ix.Store(rankA, worker.Device, kvindex.Parent{}, kvhash.AppendSequences(nil, local), local)
+	if s := x.record(rankA, 0, 1, 2, 3); s != kvindex.Stored {
+		t.Errorf("Record = %s", s)
+	}
+	x.want(rankA, time.Minute, 2, 1, 2, 3) // what events told stays
+	if s := x.record(rankA, time.Minute, 1, 2); s != kvindex.DuplicateStore {
+		t.Errorf("Record of what is held = %s", s)
+	}
+	if _, err := x.r.Record(rankA, local, local[:1], time.Unix(0, 0)); !errors.Is(err, kvindex.ErrHashes) {
+		t.Errorf("Record of lists that differ: %v", err)
+	}
+}
+
+func TestRoutedRemove(t *testing.T) {
+	x := newRouted(t, kvindex.RoutedConfig{TTL: time.Second, MaxEntries: 100, PruneTo: 0.8})
+	x.record(rankA, 0, 1, 2)
+	x.record(rankA1, 0, 1)
+	x.record(rankC, 0, 1, 2, 3)
+	x.r.Remove(rankC)
+	x.ix.RemoveRank(rankC)
+	if got := x.r.Entries(); got != 3 {
+		t.Errorf("%d entries after a rank has gone, want 3", got)
+	}
+	local := []uint64{1, 2, 3} // the rank is back, with events: no timer of old may touch them
+	x.ix.Store(rankC, worker.Device, kvindex.Parent{}, kvhash.AppendSequences(nil, local), local)
+	x.want(rankC, time.Minute, 3, 1, 2, 3)
+	x.record(rankA, time.Minute, 1, 2)
+	x.r.RemoveWorker(1)
+	x.ix.RemoveWorker(1)
+	if got := x.r.Entries(); got != 0 {
+		t.Errorf("%d entries after the worker has gone", got)
+	}
+}
+
+func TestRoutedIsBounded(t *testing.T) {
+	x := newRouted(t, kvindex.RoutedConfig{TTL: time.Hour, MaxEntries: 100, PruneTo: 0.8})
+	for i := range uint64(10) {
+		x.record(rankA, time.Duration(i)*time.Second, chain(1000*i, 10)...)
+	}
+	if got := x.r.Entries(); got != 100 {
+		t.Fatalf("%d entries, want 100", got)
+	}
+	x.record(rankA, 11*time.Second, 1, 2)
+	if got := x.r.Entries(); got != 82 || x.ix.Entries() != 82 {
+		t.Errorf("%d and %d entries, want 80 and the 2 new ones", got, x.ix.Entries())
+	}
+	x.want(rankA, 12*time.Second, 0, chain(1000, 10)...) // the oldest have gone
+	x.want(rankA, 12*time.Second, 10, chain(2000, 10)...)
+	x.record(rankA, 13*time.Second, chain(1<<20, 101)...) // more than there can be
+	x.want(rankA, 13*time.Second, 0, chain(1<<20, 101)...)
+	x.record(rankA, 14*time.Second, chain(1<<20, 100)...)
+	x.want(rankA, 14*time.Second, 100, chain(1<<20, 100)...)
+	if got := x.r.Entries(); got != 100 {
+		t.Errorf("%d entries, want 100", got)
+	}
+}
+
+// TestRoutedAgainstModel records at random and compares with a map of deadlines.
+func TestRoutedAgainstModel(t *testing.T) {
+	ranks := []worker.Rank{rankA, rankA1, rankC}
+	for seed := range uint64(10) {
+		r := rand.New(rand.NewPCG(seed, 5))
+		x := newRouted(t, kvindex.RoutedConfig{TTL: 2 * time.Second, MaxEntries: 1 << 20, PruneTo: 0.8})
+		deadlines := map[worker.Rank]map[string]time.Duration{}
+		var now time.Duration
+		prompt := func() []uint64 {
+			p := make([]uint64, 1+r.IntN(4))
+			for i := range p {
+				p[i] = uint64(r.IntN(3))
+			}
+			return p
+		}
+		for range 3000 {
+			now += time.Duration(r.IntN(200)) * ms
+			rank := ranks[r.IntN(len(ranks))]
+			switch op := r.IntN(50); {
+			case op == 0:
+				x.r.Remove(rank)
+				x.ix.RemoveRank(rank)
+				delete(deadlines, rank)
+			case op < 30:
+				p := prompt()
+				x.record(rank, now, p...)
+				if deadlines[rank] == nil {
+					deadlines[rank] = map[string]time.Duration{}
+				}
+				for i := range p {
+					end := now + 2*time.Second
+					if rest := end % (100 * ms); rest > 0 {
+						end += 100*ms - rest
+					}
+					deadlines[rank][key(p[:i+1])] = end
+				}
+			default:
+				p, want := prompt(), 0
+				for want < len(p) && deadlines[rank][key(p[:want+1])] > now {
+					want++
+				}
+				x.want(rank, now, want, p...)
+			}
+		}
+		x.r.Expire(time.Unix(2000, 0).Add(now))
+		if x.r.Entries() != 0 || x.ix.Entries() != 0 {
+			t.Errorf("%d and %d entries are left", x.r.Entries(), x.ix.Entries())
+		}
+		if t.Failed() {
+			return
+		}
+	}
+}
+
+func key(p []uint64) string {
+	b := make([]byte, len(p))
+	for i, v := range p {
+		b[i] = byte(v)
+	}
+	return string(b)
+}
