@@ -1,6 +1,8 @@
 package wire
 
 import (
+	"slices"
+
 	"spillway/kvhash"
 	"spillway/worker"
 )
@@ -268,7 +270,7 @@ func (n *KVNormalizer) mediaOf(media []kvMedia, blocks int) [][]uint64 {
 	if len(media) == 0 {
 		return nil
 	}
-	n.hashes, n.media = n.hashes[:0], n.media[:0]
+	n.hashes, n.media = slices.Grow(n.hashes[:0], len(media)), n.media[:0]
 	for _, m := range media {
 		n.hashes = append(n.hashes, m.hash)
 	}
