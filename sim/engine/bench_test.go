@@ -58,3 +58,32 @@ func BenchmarkSubmit(b *testing.B) {
 		})
 	}
 }
+
+// BenchmarkCacheEvents is a prompt of 4096 new tokens from Submit to its only token, without and with
+// the journal of the prefix cache.
+func BenchmarkCacheEvents(b *testing.B) {
+	for _, on := range []bool{false, true} {
+		b.Run(fmt.Sprint(on), func(b *testing.B) {
+			cfg := base()
+			cfg.BlockSize, cfg.KVBlocks, cfg.CacheEvents = 16, 8192, on
+			e := must(engine.New(cfg, start))
+			now, id := start, uint64(0)
+			var events []engine.Event
+			var changes []engine.CacheEvent
+			text := make([]uint32, 4096)
+			b.ReportAllocs()
+			for b.Loop() {
+				id++
+				text[0] = uint32(id)
+				if err := e.Submit(engine.Request{ID: id, Prompt: text, Output: text[:1]}, now); err != nil {
+					b.Fatal(err)
+				}
+				for due, ok := e.Next(); ok; due, ok = e.Next() {
+					now = due
+					events = e.Advance(now, events[:0])
+				}
+				changes = e.CacheEvents(changes[:0])
+			}
+		})
+	}
+}

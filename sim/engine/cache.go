@@ -100,17 +100,11 @@ func (e *Engine) nowReusable(s *sequence, n int) {
 		b.parent = s.hashes[n-1]
 	}
 	if !e.pool.follows(b) {
-		l := lateBlock{hash: b.hash, parent: b.parent}
-		for at := n * e.cfg.BlockSize; at < (n+1)*e.cfg.BlockSize; at++ {
-			l.tokens = append(l.tokens, s.token(at))
-		}
-		j.late = append(j.late, l)
+		j.late = append(j.late, lateBlock{b.hash, b.parent, s.appendTokens(nil, n*e.cfg.BlockSize, (n+1)*e.cfg.BlockSize)})
 		return
 	}
 	b.noted = true
-	for at := n * e.cfg.BlockSize; at < (n+1)*e.cfg.BlockSize; at++ {
-		j.tokens = append(j.tokens, s.token(at))
-	}
+	j.tokens = s.appendTokens(j.tokens, n*e.cfg.BlockSize, (n+1)*e.cfg.BlockSize)
 	j.stored(b)
 	if len(j.late) > 0 {
 		e.pool.noteLate()

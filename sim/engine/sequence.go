@@ -72,6 +72,13 @@ func (s *sequence) token(i int) uint32 {
 	return s.output[i-len(s.prompt)]
 }
 
+// appendTokens appends the tokens from number from up to number to.
+func (s *sequence) appendTokens(dst []uint32, from, to int) []uint32 {
+	p := len(s.prompt)
+	dst = append(dst, s.prompt[min(from, p):min(to, p)]...)
+	return append(dst, s.output[max(from-p, 0):max(to-p, 0)]...)
+}
+
 // queue holds waiting sequences as a heap for container/heap, first to go on top.
 type queue []*sequence
 
