@@ -19,9 +19,11 @@ func BenchmarkPublish(b *testing.B) {
 		b.ReportMetric(n.value(b, "spillway_replica_unsent_total", "queue")/float64(b.N), "drops/op")
 	})
 	b.Run("full", func(b *testing.B) {
-		n := prepare(config())
-		n.Bound(0, 0)
+		cfg := config()
+		cfg.Queue = 1
+		n := prepare(cfg)
 		e := event(wire.ReplicaAdd, "r")
+		n.Publish(e)
 		b.ReportAllocs()
 		for b.Loop() {
 			n.Publish(e)

@@ -2,9 +2,6 @@ package replica
 
 import "time"
 
-// Bound sets how many events may wait to be sent and to be applied. It is called before Run.
-func (r *Replica) Bound(out, in int) { r.out.maxEvents, r.in.maxEvents = out, in }
-
 // BoundBytes sets how much may wait to be sent.
 func (r *Replica) BoundBytes(out int) { r.out.maxBytes = out }
 

@@ -129,8 +129,9 @@ func TestRestart(t *testing.T) {
 func TestFlood(t *testing.T) {
 	const events, room = 20_000, 300
 	s := newScript(t, "tcp://127.0.0.1:*")
-	n := prepare(config(s.endpoint))
-	n.Bound(room, room)
+	cfg := config(s.endpoint)
+	cfg.Queue = room
+	n := prepare(cfg)
 	n.start(t)
 	witness := start(t, n.Endpoint())
 	s.link(t, n)
@@ -162,8 +163,9 @@ func TestFlood(t *testing.T) {
 
 // TestFullQueue: what finds no room to be sent is counted and lost, and what comes after the end too.
 func TestFullQueue(t *testing.T) {
-	n := prepare(config())
-	n.Bound(1, 1)
+	cfg := config()
+	cfg.Queue = 1
+	n := prepare(cfg)
 	for range 3 {
 		n.Publish(event(wire.ReplicaAdd, "r"))
 	}
