@@ -6,6 +6,10 @@ import (
 	"log/slog"
 	"sync"
 	"time"
+
+	zmq "github.com/pebbe/zmq4"
+
+	"spillway/sim/engine"
 )
 
 // Lateness gives tests the histogram behind GET /sim/stats.
@@ -88,4 +92,37 @@ func SlowedRank(ctx context.Context, cfg Config, tokens int, factor float64, unt
 			return time.Since(start), nil
 		}
 	}
+}
+
+// Feed is what waits for a publisher, on its own.
+type Feed struct{ f *feed }
+
+// NewFeed makes an empty one.
+func NewFeed() *Feed { return &Feed{newFeed()} }
+
+// Put adds a store of blocks of one token.
+func (f *Feed) Put(blocks int) {
+	f.f.put(time.Now(), []engine.CacheEvent{{Kind: engine.Stored, Hashes: make([]uint64, blocks), Tokens: make([]uint32, blocks)}}, 1)
+}
+
+// Take returns the numbers of the batches that wait.
+func (f *Feed) Take() (sequences []uint64) {
+	for _, b := range f.f.take() {
+		sequences = append(sequences, b.sequence)
+	}
+	return sequences
+}
+
+// Told is the last number and how many batches were dropped.
+func (f *Feed) Told() (last, dropped uint64) {
+	l, dropped := f.f.told()
+	return *l, dropped
+}
+
+// PublishSlowly publishes f as rank 0 of cfg until ctx ends, where libzmq keeps but two batches for
+// a subscriber.
+func (f *Feed) PublishSlowly(ctx context.Context, zctx *zmq.Context, cfg Config) error {
+	p := newPublisher(cfg, 0, 0, f.f)
+	p.queue = 2
+	return p.run(ctx, zctx)
 }

@@ -1,6 +1,7 @@
 package sim_test
 
 import (
+	"context"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
@@ -487,6 +488,80 @@ func TestKVPortTaken(t *testing.T) {
 		}
 		if err := ln.Close(); err != nil {
 			t.Fatal(err)
+		}
+	}
+}
+
+// TestFeedIsBounded: what finds no room is dropped, counted, and leaves a hole.
+func TestFeedIsBounded(t *testing.T) {
+	f := sim.NewFeed()
+	f.Put(1<<20 + 1) // alone it fits, however large
+	f.Put(1)
+	f.Put(1)
+	if got := f.Take(); !slices.Equal(got, []uint64{0}) {
+		t.Errorf("batches %d wait, want the first alone", got)
+	}
+	f.Put(1 << 19)
+	f.Put(1 << 19)
+	f.Put(1)
+	if got := f.Take(); !slices.Equal(got, []uint64{3, 4}) {
+		t.Errorf("batches %d wait, want 3 and 4", got)
+	}
+	for range 1<<16 + 1 {
+		f.Put(1)
+	}
+	if got := f.Take(); len(got) != 1<<16 || got[0] != 6 {
+		t.Errorf("%d batches wait, want %d", len(got), 1<<16)
+	}
+	if last, dropped := f.Told(); last != 6+1<<16 || dropped != 4 {
+		t.Errorf("last %d, dropped %d; want %d and 4", last, dropped, 6+1<<16)
+	}
+}
+
+// TestSlowSubscriber: one that does not read loses batches, of which the first is counted, and holds
+// up nobody.
+func TestSlowSubscriber(t *testing.T) {
+	cfg := withEvents(t, fast(), "array")
+	zctx := newContext(t)
+	f := sim.NewFeed()
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- f.PublishSlowly(ctx, zctx, cfg) }()
+	defer func() {
+		stop()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	}()
+	deaf, err := zctx.NewSocket(zmq.SUB)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer deaf.Close()
+	if err := errors.Join(deaf.SetLinger(0), deaf.SetRcvhwm(1), deaf.SetRcvbuf(4096), deaf.SetSubscribe(""),
+		deaf.Connect(fmt.Sprintf("tcp://127.0.0.1:%d", cfg.KVEventsPort))); err != nil {
+		t.Fatal(err)
+	}
+	hears := socket(t, zctx, zmq.SUB, cfg.KVEventsPort)
+	heard := 0
+	for end := time.Now().Add(patience); ; {
+		f.Put(200_000) // some 400 kB
+		for {
+			m, err := hears.RecvMessageBytes(0)
+			if err != nil {
+				break
+			}
+			if len(m) != 3 || len(m[1]) != 8 || len(m[2]) < 200_000 {
+				t.Fatalf("a message of %d frames, of %d bytes", len(m), len(m[len(m)-1]))
+			}
+			heard++
+		}
+		last, dropped := f.Told()
+		if dropped == 1 && heard >= int(last) && heard > 10 {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("%d of %d batches dropped, %d heard by the other", dropped, last+1, heard)
 		}
 	}
 }

@@ -22,7 +22,7 @@ type feed struct {
 	waiting []kvBatch
 	blocks  int    // in waiting
 	next    uint64 // sequence number
-	dropped uint64 // batches that not all subscribers can have got
+	dropped uint64 // batches that found no room; of those that one slow subscriber loses in a row, the first
 }
 
 // kvBatch is the events of one moment.

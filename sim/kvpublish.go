@@ -43,6 +43,7 @@ type publisher struct {
 	endpoint string
 	replay   string // endpoint for replays, or ""
 	ring     ring
+	queue    int // publishQueue, but for tests
 
 	pub, router *zmq.Socket // router is nil without replays
 }
@@ -52,7 +53,7 @@ func newPublisher(cfg Config, workerIndex, dp int, f *feed) *publisher {
 	offset := workerIndex*cfg.DPSize + dp
 	p := &publisher{
 		feed: f, dp: uint32(dp), layout: layouts[cfg.KVEventsLayout],
-		endpoint: zmqEndpoint(cfg.Host, cfg.KVEventsPort+offset),
+		endpoint: zmqEndpoint(cfg.Host, cfg.KVEventsPort+offset), queue: publishQueue,
 	}
 	if cfg.KVReplayPort > 0 {
 		p.replay = zmqEndpoint(cfg.Host, cfg.KVReplayPort+offset)
@@ -105,7 +106,7 @@ func (p *publisher) run(ctx context.Context, zctx *zmq.Context) (err error) {
 }
 
 func (p *publisher) open(zctx *zmq.Context) (err error) {
-	if p.pub, err = bind(zctx, zmq.PUB, p.endpoint, publishQueue); err != nil {
+	if p.pub, err = bind(zctx, zmq.PUB, p.endpoint, p.queue); err != nil {
 		return err
 	}
 	if err = p.pub.SetXpubNodrop(true); err != nil { // so that a batch too many is an error, which can be counted
@@ -153,7 +154,8 @@ func (p *publisher) publish(b kvBatch) error {
 	if zmq.AsErrno(err) != zmq.Errno(syscall.EAGAIN) {
 		return err
 	}
-	// Somebody is publishQueue behind and loses it, the others do not.
+	// Somebody is publishQueue behind and loses it, the others do not. libzmq then does not count on
+	// him until he reads again: what else he loses is no error.
 	p.feed.lost()
 	if err := p.pub.SetXpubNodrop(false); err != nil {
 		return err
