@@ -639,3 +639,19 @@ func TestKVFlush(t *testing.T) {
 		t.Errorf("Flush without listeners = %v", err)
 	}
 }
+
+// A listener that comes at any moment after the start is seen to.
+func TestKVRegisteredLater(t *testing.T) {
+	e := newKVEngine(t, "tcp://127.0.0.1:*", false)
+	r := newKVRig(t, patientKV())
+	r.run()
+	for wait := range 12 {
+		time.Sleep(time.Duration(wait) * time.Millisecond) // no bound: a moment that is as good as any other
+		r.register(e)
+		r.await(monitor.KVActive)
+		if err := r.k.UnregisterWorker(kvRank.Worker); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.stop()
+}

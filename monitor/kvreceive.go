@@ -29,7 +29,8 @@ type kvReceiver struct {
 	poller *zmq.Poller             // of the open lines
 	open   map[*zmq.Socket]*kvLine // likewise
 	lines  map[*kvListener]*kvLine
-	opened int // ever
+	opened int       // ever
+	looked time.Time // when listeners and connections were last looked at
 }
 
 // receive takes in KV events until ctx ends or libzmq cannot go on. Nothing of libzmq is left when
@@ -51,11 +52,10 @@ func (k *KVListeners) receive(ctx context.Context, started map[*kvListener]bool,
 			line.l.setState(line.generation, KVPending, nil)
 		}
 	}()
-	var looked time.Time
 	for ctx.Err() == nil {
 		now := time.Now()
-		if now.Sub(looked) >= pollTimeout {
-			looked = now
+		if now.Sub(r.looked) >= pollTimeout {
+			r.looked = now
 			if err := r.look(ctx, now, started, loops); err != nil {
 				return err
 			}
@@ -79,6 +79,7 @@ func (r *kvReceiver) wait(ctx context.Context) error {
 		case <-ctx.Done():
 		case <-timer.C:
 		case <-r.k.changed:
+			r.looked = time.Time{} // at once, and also if that was a moment ago: nothing else may wake us
 		}
 		return nil
 	}
