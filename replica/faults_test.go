@@ -138,6 +138,8 @@ func TestFlood(t *testing.T) {
 	link(t, n, witness)
 
 	n.hold.Lock()
+	release := sync.OnceFunc(n.hold.Unlock)
+	t.Cleanup(release) // if the test fails before
 	e := event(wire.ReplicaAdd, "")
 	for i := range events {
 		e.Reservation = fmt.Sprint(i)
@@ -149,7 +151,7 @@ func TestFlood(t *testing.T) {
 	if !witness.has("meanwhile") {
 		t.Error("what was published during the flood is not heard")
 	}
-	n.hold.Unlock()
+	release()
 	eventually(t, "the end of the flood", func() bool {
 		got := n.value(t, "spillway_replica_received_total", "add")
 		return got > room && got == float64(len(n.events()))+n.value(t, "spillway_replica_dropped_total", "queue")
