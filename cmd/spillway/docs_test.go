@@ -49,13 +49,15 @@ func TestDocsNameMetricsThatExist(t *testing.T) {
 	url := demo.await(`Front end: (\S+)\n`)
 	books := startSlotTracker(t)
 	books.must("/register", trackedWorker, 201)
+	index := startIndexer(t, "--workers", "7=tcp://127.0.0.1:1", "--block-size", "16")
 	for _, page := range []string{"README.md", "docs/operations.md", "deploy/grafana/spillway.json", "deploy/prometheus/alerts.yml"} {
 		for _, name := range found(t, page, `\b((?:dynamo|spillway)_[a-z0-9_]+)`) {
 			exposed := regexp.MustCompile(`(?m)^# TYPE ` + name + ` |^# TYPE ` + histogramOf(name) + ` histogram$`)
 			eventually(t, page+": "+name+" is exposed", func() bool {
 				_, text := fetch(t, url+"/metrics")
 				_, ofBooks := fetch(t, books.url+"/metrics")
-				return exposed.MatchString(text + ofBooks)
+				_, ofIndex := fetch(t, index.url+"/metrics")
+				return exposed.MatchString(text + ofBooks + ofIndex)
 			})
 		}
 	}
