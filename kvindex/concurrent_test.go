@@ -194,6 +194,9 @@ func TestMemory(t *testing.T) {
 			mine := chain(uint64(i)<<20, own)
 			ix.Store(rank(i), worker.Device, kvindex.Parent{}, mine, mine)
 			ix.Store(rank(i), worker.Disk, kvindex.After(mine[own-1]), shared, shared)
+			for j := range mine[:own/2] { // first blocks
+				ix.Store(rank(i), worker.HostPinned, kvindex.Parent{}, mine[j:j+1], mine[j:j+1])
+			}
 		}
 	}
 	for i := range ranks { // so that what a rank itself takes is not counted
@@ -210,6 +213,7 @@ func TestMemory(t *testing.T) {
 		{"remove", func(i int) {
 			ix.Remove(rank(i), worker.Device, append(chain(1<<40, 500), chain(uint64(i)<<20, own)...))
 			ix.Remove(rank(i), worker.Disk, chain(1<<40, 500))
+			ix.Remove(rank(i), worker.HostPinned, chain(uint64(i)<<20, own/2))
 		}},
 	} {
 		fill()
@@ -218,10 +222,22 @@ func TestMemory(t *testing.T) {
 			tt.do(i)
 		}
 		left := heap() - empty
-		t.Logf("%s: %d bytes for %d entries, %d left", tt.name, full, ranks*(own+1000), left)
+		t.Logf("%s: %d bytes for %d entries, %d left", tt.name, full, ranks*(own*3/2+1000), left)
 		if ix.Entries() != 0 || left > full/20 {
 			t.Errorf("%s: %d entries and %d of %d bytes are left", tt.name, ix.Entries(), left, full)
 		}
+	}
+	// Ranks that come and go at the same blocks must use the same memory over and over.
+	for range 300 {
+		for i := range ranks {
+			ix.Store(rank(i), worker.Device, kvindex.Parent{}, chain(7, 64), chain(7, 64))
+		}
+		for i := range ranks - 1 {
+			ix.Remove(rank(i), worker.Device, chain(7, 64))
+		}
+	}
+	if left := heap() - empty; left > 1<<20 {
+		t.Errorf("%d bytes after many rounds of the same", left)
 	}
 	runtime.KeepAlive(ix)
 }

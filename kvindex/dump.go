@@ -62,7 +62,7 @@ func (x *Index) dumpDevice(s *source, fn func(Run) bool) bool {
 		next := todo[len(todo)-1]
 		todo = todo[:len(todo)-1]
 		b := &blocks[next.block]
-		if n := len(run.Engine); n == 0 || !next.parent.Set || next.parent.Hash != run.Engine[n-1] || n >= maxRun || len(b.names) > 1 {
+		if n := len(run.Engine); n == 0 || !next.parent.Set || next.parent.Hash != run.Engine[n-1] || n >= maxRun {
 			if !flush() {
 				return false
 			}

@@ -184,6 +184,7 @@ func reloaded(t testing.TB, ix *kvindex.Index) *kvindex.Index {
 
 func TestProperties(t *testing.T) {
 	for _, c := range []struct{ ranks, wide, limit, steps int }{
+		{1, 60, 1000, 2000}, // many names
 		{2, 6, 1000, 1000},
 		{6, 12, 1000, 1000},
 		{6, 30, 60, 1000},       // often full
