@@ -127,7 +127,7 @@ func (r *rows) seats(dst []uint32, h holders) []uint32 {
 	return dst
 }
 
-// store makes holders of seats, which are in order and at least one.
+// store makes holders of seats, which are in order. About known seats there are in all.
 func (r *rows) store(seats []uint32, known int) holders {
 	if len(seats) <= inWord {
 		h := holders(len(seats))
@@ -136,7 +136,8 @@ func (r *rows) store(seats []uint32, known int) holders {
 		}
 		return h
 	}
-	dense, size := layout(len(seats), known)
+	last := int(seats[len(seats)-1]) // may have come after the caller asked how many there are
+	dense, size := layout(len(seats), max(known, last+1))
 	row := r.take(size)
 	words := r.words(size, row)
 	for i := range words {
