@@ -19,6 +19,8 @@ type scratch struct {
 	list  []uint32
 	set   []uint64
 
+	touched uint64 // of no meaning, like a source's
+
 	found []uint64 // bits of those in hits; all 0 between queries
 }
 
@@ -73,8 +75,10 @@ func (m *Matches) device(b *blocks, local []uint64) {
 	m.start(held)
 	was = held
 	for i := 1; i < len(local); i++ {
-		seq := kvhash.Next(m.seqs[i-1], local[i])
-		m.seqs = append(m.seqs, seq)
+		if i == len(m.seqs) {
+			m.lookAhead(b, local)
+		}
+		seq := m.seqs[i]
 		if m.dense && b.covers(seq, m.set) {
 			continue // all of them, and perhaps more
 		}
@@ -87,6 +91,18 @@ func (m *Matches) device(b *blocks, local []uint64) {
 		}
 	}
 	m.drop(len(local))
+}
+
+// lookAhead computes the next sequence hashes, as many as there are but no more than ahead, and
+// looks at where their blocks would be, so that what is not in the processor's cache comes at once.
+func (m *Matches) lookAhead(b *blocks, local []uint64) {
+	n := len(m.seqs)
+	seq := m.seqs[n-1]
+	for _, l := range local[n:min(len(local), n+min(n, ahead))] {
+		seq = kvhash.Next(seq, l)
+		m.seqs = append(m.seqs, seq)
+		m.touched += b.touch(seq)
+	}
 }
 
 // start makes all of held those who hold all so far.
