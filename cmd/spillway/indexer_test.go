@@ -186,7 +186,7 @@ func startIndexer(t *testing.T, args ...string) indexer {
 
 func (x indexer) post(path, body string, want int) string {
 	x.t.Helper()
-	got, text := slotTracker{x.running, x.url}.post(path, body)
+	got, text := slotTracker(x).post(path, body)
 	if got != want {
 		x.t.Fatalf("POST %s %s = %d %s, want %d", path, body, got, text, want)
 	}
