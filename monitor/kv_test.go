@@ -517,6 +517,7 @@ func TestKVRestartOfManyRanks(t *testing.T) {
 	e.live(5, 0)
 	e.live(6, 1)
 	e.live(1, 2, 0)
+	eventually(t, "the restart is seen", func() bool { return r.metric("spillway_kv_restarts_total") == 1 })
 	r.applied(0)
 	eventually(t, "only the new process's block is left", func() bool { return r.p.Index.Entries() == 1 })
 	if got := r.held(kvRank); !slices.Equal(got, []uint64{0}) {
@@ -646,7 +647,7 @@ func TestKVRegisteredLater(t *testing.T) {
 	r := newKVRig(t, patientKV())
 	r.run()
 	for wait := range 12 {
-		time.Sleep(time.Duration(wait) * time.Millisecond) // no bound: a moment that is as good as any other
+		time.Sleep(time.Duration(wait) * 20 * time.Millisecond) // no bound: moments between two looks, of which none must matter
 		r.register(e)
 		r.await(monitor.KVActive)
 		if err := r.k.UnregisterWorker(kvRank.Worker); err != nil {
