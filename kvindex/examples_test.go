@@ -269,7 +269,7 @@ func TestHashedExamples(t *testing.T) {
 }
 
 func TestPartitions(t *testing.T) {
-	ps := kvindex.NewPartitions(kvindex.Config{MaxEntries: 10, MaxRanks: 10})
+	ps := kvindex.NewPartitions(kvindex.Config{MaxEntries: 10, MaxRanks: 10, MaxPartitions: 2})
 	one, two := worker.Partition{Model: "m", Tenant: "t1"}, worker.Partition{Model: "m", Tenant: "t2"}
 	if ps.Partition(one) != nil {
 		t.Error("there is a partition that nobody made")
@@ -317,5 +317,51 @@ func TestPartitions(t *testing.T) {
 	ps.Release(worker.Partition{Model: "never"})
 	if all := ps.All(); len(all) != 2 || all[0] != p || all[1] != q {
 		t.Errorf("All() = %v", all)
+	}
+}
+
+// Names of partitions come from clients, so there is a bound; those that nobody needs give way.
+func TestPartitionsAreBounded(t *testing.T) {
+	cfg := kvindex.DefaultConfig()
+	cfg.MaxPartitions = 3
+	ps := kvindex.NewPartitions(cfg)
+	name := func(i int) worker.Partition { return worker.Partition{Model: "m", Tenant: strconv.Itoa(i)} }
+	first, err := ps.Register(name(0), 16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dumped, err := ps.Recover(name(1), 16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	play(t, dumped.Index, "S A dev nil 1 2 3")
+	for i := 2; i < 10; i++ {
+		if _, err := ps.Register(name(i), 16); err != nil {
+			t.Fatalf("after %d partitions that have no workers any more: %v", i-2, err)
+		}
+		ps.Release(name(i))
+	}
+	if ps.Partition(name(0)) != first || ps.Partition(name(1)) != dumped || len(ps.All()) != 3 {
+		t.Errorf("of %d partitions, one with workers or blocks is gone", len(ps.All()))
+	}
+	if _, err := ps.Register(name(2), 16); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ps.Register(name(3), 16); !errors.Is(err, kvindex.ErrPartitions) {
+		t.Errorf("Register of one too many = %v, want ErrPartitions", err)
+	}
+	if _, err := ps.Recover(name(3), 16); !errors.Is(err, kvindex.ErrPartitions) {
+		t.Errorf("Recover of one too many = %v, want ErrPartitions", err)
+	}
+	if p, err := ps.Register(name(1), 16); p != dumped || err != nil {
+		t.Errorf("Register of one that is there = %v", err)
+	}
+	// Who cannot be had after all has not cost what a dump brought.
+	ps.Withdraw(name(1))
+	if dumped.Index.Entries() != 3 {
+		t.Errorf("%d entries after Withdraw, want 3", dumped.Index.Entries())
+	}
+	if _, err := ps.Register(name(1), 32); err != nil {
+		t.Errorf("Register with other blocks after Withdraw = %v", err)
 	}
 }

@@ -13,6 +13,9 @@ const DefaultMaxEntries = 50_000_000
 // DefaultMaxRanks is far more than any fleet has.
 const DefaultMaxRanks = 65536
 
+// DefaultMaxPartitions is room for many tenants: an empty partition takes 0.2 MB.
+const DefaultMaxPartitions = 1024
+
 // Config is what an operator may choose.
 type Config struct {
 	// MaxEntries is how many (block, rank, tier) entries may be held, over all partitions that
@@ -21,11 +24,14 @@ type Config struct {
 
 	// MaxRanks is how many ranks one partition may hear of. A batch can name any rank.
 	MaxRanks int `koanf:"kv-index-max-ranks" usage:"ranks that the KV index may know in one partition; events of further ones are ignored and counted"`
+
+	// MaxPartitions is how many models and tenants there may be. Names come from clients and peers.
+	MaxPartitions int `koanf:"kv-index-max-partitions" usage:"partitions (model and tenant) that may have workers or blocks at a time; workers of further ones are refused"`
 }
 
 // DefaultConfig returns the defaults.
 func DefaultConfig() Config {
-	return Config{MaxEntries: DefaultMaxEntries, MaxRanks: DefaultMaxRanks}
+	return Config{MaxEntries: DefaultMaxEntries, MaxRanks: DefaultMaxRanks, MaxPartitions: DefaultMaxPartitions}
 }
 
 // Validate returns an error that begins with the key of a bad value.
@@ -35,6 +41,9 @@ func (c Config) Validate() error {
 	}
 	if c.MaxRanks < 1 || c.MaxRanks > maxSeats {
 		return fmt.Errorf("kv-index-max-ranks: %d is not between 1 and %d", c.MaxRanks, maxSeats)
+	}
+	if c.MaxPartitions < 1 {
+		return fmt.Errorf("kv-index-max-partitions: %d is not at least 1", c.MaxPartitions)
 	}
 	return nil
 }

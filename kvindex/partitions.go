@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -15,8 +16,12 @@ import (
 // partition.
 var ErrBlockSize = errors.New("block_size mismatch")
 
-// Partition is the index of one model and tenant. It stays the same object for as long as its
-// Partitions, so a handle to it never goes stale.
+// ErrPartitions means that there is no room for a further partition.
+var ErrPartitions = errors.New("too many partitions")
+
+// Partition is the index of one model and tenant. It stays the same object while workers come and
+// go, so a handle to it does not go stale. Only where Config.MaxPartitions are reached are those
+// dropped that nobody is registered for and that hold nothing.
 type Partition struct {
 	Name  worker.Partition // set once, then read-only
 	Index *Index           // set once, then read-only
@@ -43,14 +48,18 @@ func NewPartitions(cfg Config) *Partitions {
 
 // Register returns the partition for a worker with blocks of that many tokens, and makes it if
 // there is none. The first registration fixes the block size: what a dump or workers that have
-// left may have put there with another one is dropped. Another size is ErrBlockSize.
+// left may have put there with another one is dropped. Another size is ErrBlockSize. It fails with
+// ErrPartitions if there is none and no room for it.
 func (ps *Partitions) Register(name worker.Partition, blockSize int) (*Partition, error) {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
 	p := ps.byName[name]
 	switch {
 	case p == nil:
-		p = ps.addLocked(name, blockSize)
+		var err error
+		if p, err = ps.addLocked(name, blockSize); err != nil {
+			return nil, err
+		}
 	case p.BlockSize() == blockSize:
 	case p.registered:
 		return nil, mismatch(p, blockSize)
@@ -63,13 +72,14 @@ func (ps *Partitions) Register(name worker.Partition, blockSize int) (*Partition
 }
 
 // Recover returns the partition for blocks from a peer's dump, and makes it if there is none. If
-// it has another block size, that is ErrBlockSize: such blocks could never match.
+// it has another block size, that is ErrBlockSize: such blocks could never match. It fails with
+// ErrPartitions if there is none and no room for it.
 func (ps *Partitions) Recover(name worker.Partition, blockSize int) (*Partition, error) {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
 	p := ps.byName[name]
 	if p == nil {
-		return ps.addLocked(name, blockSize), nil
+		return ps.addLocked(name, blockSize)
 	}
 	if p.BlockSize() != blockSize {
 		return nil, mismatch(p, blockSize)
@@ -82,11 +92,27 @@ func mismatch(p *Partition, blockSize int) error {
 		ErrBlockSize, p.Name.Model, p.Name.Tenant, p.BlockSize(), blockSize)
 }
 
-func (ps *Partitions) addLocked(name worker.Partition, blockSize int) *Partition {
+func (ps *Partitions) addLocked(name worker.Partition, blockSize int) (*Partition, error) {
+	if len(ps.byName) >= ps.cfg.MaxPartitions {
+		maps.DeleteFunc(ps.byName, func(_ worker.Partition, p *Partition) bool { return !p.registered && p.Index.Entries() == 0 })
+	}
+	if len(ps.byName) >= ps.cfg.MaxPartitions {
+		return nil, fmt.Errorf("%w: there are %d", ErrPartitions, len(ps.byName))
+	}
 	p := &Partition{Name: name, Index: newIndex(ps.cfg, &ps.budget)}
 	p.blockSize.Store(int64(blockSize))
 	ps.byName[name] = p
-	return p
+	return p, nil
+}
+
+// Withdraw takes back a Register of a worker that could not be had after all, and is the only one.
+// What a dump has put into the partition stays.
+func (ps *Partitions) Withdraw(name worker.Partition) {
+	ps.mu.Lock()
+	defer ps.mu.Unlock()
+	if p := ps.byName[name]; p != nil {
+		p.registered = false
+	}
 }
 
 // Release empties a partition whose last worker has been deregistered. The next registration

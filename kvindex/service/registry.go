@@ -1,6 +1,7 @@
 package service
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"net/http"
@@ -69,11 +70,14 @@ func (g *registry) register(r *request) *httperr.Error {
 	}
 	p, err := g.partitions.Register(key, int(r.blockSize))
 	if err != nil {
+		if errors.Is(err, kvindex.ErrPartitions) {
+			return refused(http.StatusConflict, "model_name, tenant_id: %v", err)
+		}
 		return refused(http.StatusConflict, "block_size: %v", err)
 	}
 	if err := g.link.Register(p, rank, r.endpoint, r.replay); err != nil {
 		if g.counts[p] == 0 {
-			g.partitions.Release(key)
+			g.partitions.Withdraw(key)
 		}
 		return httperr.From(err, "", http.StatusServiceUnavailable)
 	}

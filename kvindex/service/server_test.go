@@ -280,6 +280,31 @@ func TestRoutes(t *testing.T) {
 	}
 }
 
+// A worker that is refused does not cost what was recovered for its partition, nor does it fix the
+// size of blocks.
+func TestRefusedAfterRecovery(t *testing.T) {
+	r := start(t, service.DefaultConfig())
+	if _, err := r.f.ps.Recover(worker.Partition{Model: "m", Tenant: "default"}, 16); err != nil {
+		t.Fatal(err)
+	}
+	r.store("m", worker.Rank{Worker: 7}, worker.Device, kvindex.Parent{}, 1, 2)
+	r.f.mu.Lock()
+	r.f.refuse = httperr.New(http.StatusBadRequest, "no")
+	r.f.mu.Unlock()
+	if status, got := r.do("POST", "/register", seven); status != 400 {
+		t.Fatalf("/register = %d %s, want 400", status, got)
+	}
+	if _, got := r.do("POST", "/query_by_hash", `{"model_name":"m","block_hashes":[1,2]}`); !strings.Contains(got, `"longest_matched":32`) {
+		t.Errorf("what was recovered is gone: %s", got)
+	}
+	r.f.mu.Lock()
+	r.f.refuse = nil
+	r.f.mu.Unlock()
+	if status, got := r.do("POST", "/register", strings.Replace(seven, "16", "32", 1)); status != 201 {
+		t.Errorf("/register with other blocks = %d %s, want 201", status, got)
+	}
+}
+
 // TestQuery is the examples of kv-index.md: 24, 25, 17, and the one end to end.
 func TestQuery(t *testing.T) {
 	one, two := worker.Rank{Worker: 1}, worker.Rank{Worker: 1, DP: 1}
