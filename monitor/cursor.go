@@ -19,6 +19,7 @@ type sequence struct {
 // arrival is what a batch that came live means.
 type arrival struct {
 	restarted bool   // the publisher is a new process: what the old one told is void, before all else
+	begins    bool   // the first batch heard of is the first that its process sent: what others know is of an older one, or comes again
 	skip      bool   // a replay has brought the batch
 	from      uint64 // with missing: the first batch of the gap
 	missing   uint64 // batches between the last one applied and this one
@@ -31,6 +32,7 @@ func (c *cursor) arrive(s uint64) (a arrival) {
 		a.restarted = true
 		c.applied = sequence{}
 	}
+	a.begins = !c.live.known && s == 0
 	c.live = sequence{s, true}
 	if c.applied.known && s <= c.applied.number {
 		a.skip = true

@@ -227,6 +227,9 @@ func (l *kvListener) take(ctx context.Context, b *kvBatch) {
 	if a.restarted {
 		l.forget()
 	}
+	if a.begins {
+		l.void() // a peer may not have heard of the restart when we took over what it knew
+	}
 	if a.skip {
 		return
 	}
@@ -252,16 +255,22 @@ func (l *kvListener) forget() {
 	l.k.metrics.restarts.Inc()
 	l.k.log.Info("a publisher of KV events has begun anew", "worker", l.source.Rank.Worker, "dp_rank", l.source.Rank.DP)
 	l.normalizer.Reset()
-	l.worker.writing.Lock()
-	if !l.gone {
-		for dp := range l.fed {
-			l.worker.index.Clear(worker.Rank{Worker: l.source.Rank.Worker, DP: dp})
-		}
-	}
-	l.worker.writing.Unlock()
+	l.void()
 	l.mu.Lock()
 	l.degraded, l.applied = false, sequence{}
 	l.mu.Unlock()
+}
+
+// void empties the index of the ranks that the publisher speaks for.
+func (l *kvListener) void() {
+	l.worker.writing.Lock()
+	defer l.worker.writing.Unlock()
+	if l.gone {
+		return
+	}
+	for dp := range l.fed {
+		l.worker.index.Clear(worker.Rank{Worker: l.source.Rank.Worker, DP: dp})
+	}
 }
 
 // fill asks the engine for what is missing before batch b, if it can be asked.

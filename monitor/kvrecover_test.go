@@ -91,6 +91,49 @@ func TestKVRecovery(t *testing.T) {
 	}
 }
 
+// What a peer knew of an engine's former process is void when a new one is heard from its first
+// batch on. Of one that has told more before, it is all that is known.
+func TestKVRecoveredBeforeRestart(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		live []uint64
+		held []uint64 // the recovered block is that of batch 1
+	}{
+		{"from the first batch", []uint64{0, 2}, []uint64{0, 2}},
+		{"from a later one", []uint64{3, 4}, []uint64{1, 3, 4}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			peer := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				_, _ = w.Write([]byte(dumped(t, "m", kvBlocks, 1)))
+			}))
+			defer peer.Close()
+			cfg := patientKV()
+			cfg.Peers, cfg.RecoveryDelay = []string{peer.URL}, time.Millisecond
+			r := newKVRig(t, cfg)
+			e := newKVEngine(t, "tcp://127.0.0.1:*", false)
+			rank := worker.Rank{Worker: 1}
+			if err := r.k.Register(monitor.KVSource{Rank: rank, Endpoint: e.endpoint, BlockSize: kvBlocks, Index: r.p.Index}); err != nil {
+				t.Fatal(err)
+			}
+			r.run()
+			eventually(t, "ready", r.k.Ready)
+			e.subscribed()
+			if got := r.held(rank); !slices.Equal(got, []uint64{1}) {
+				t.Fatalf("recovered %v, want 1", got)
+			}
+			e.live(rank.DP, tt.live...)
+			r.applied(tt.live[1])
+			if got := r.held(rank); !slices.Equal(got, tt.held) {
+				t.Errorf("held = %v, want %v", got, tt.held)
+			}
+			if n := r.metric("spillway_kv_restarts_total"); n != 0 {
+				t.Errorf("%v restarts are counted, want 0", n)
+			}
+			r.stop()
+		})
+	}
+}
+
 // What was recovered of workers that never register is dropped in the end; nobody's else is.
 func TestKVStrangersAreDropped(t *testing.T) {
 	peer := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
