@@ -13,6 +13,7 @@ import (
 	"spillway/jsonhttp"
 	"spillway/kvindex"
 	"spillway/wire"
+	"spillway/worker"
 )
 
 // route is one path, which has one method.
@@ -82,15 +83,16 @@ func (s *Server) workers(w http.ResponseWriter, r *http.Request) *httperr.Error 
 		tenant = group
 	}
 	all := s.registry.list(model, tenant)
-	listeners := s.link.Listeners()
+	of := map[worker.ID][]Listener{}
+	for _, l := range s.link.Listeners() {
+		of[l.Rank.Worker] = append(of[l.Rank.Worker], l)
+	}
 	b := []byte{'['}
 	for i := range all {
-		one := &all[i]
-		of := slices.DeleteFunc(slices.Clone(listeners), func(l Listener) bool { return l.Rank.Worker != one.id })
 		if i > 0 {
 			b = append(b, ',')
 		}
-		b = appendWorker(b, one, of)
+		b = appendWorker(b, &all[i], of[all[i].id])
 	}
 	jsonhttp.Send(w, http.StatusOK, append(b, ']'))
 	return nil
@@ -108,6 +110,7 @@ func appendWorker(b []byte, w *listed, listeners []Listener) []byte {
 	}
 	b = append(b, `},"listeners":{`...)
 	var strangers []uint32
+	registered := map[uint32]bool{} // perhaps only since they came up in events
 	for i, l := range listeners {
 		b = jsonhttp.AppendText(append(appendKey(b, i, l.Rank.DP), `{"endpoint":`...), l.Endpoint)
 		b = jsonhttp.AppendText(append(b, `,"status":`...), l.Status)
@@ -120,7 +123,9 @@ func appendWorker(b []byte, w *listed, listeners []Listener) []byte {
 		}
 		b = append(b, '}')
 		strangers = append(strangers, l.Strangers...)
+		registered[l.Rank.DP] = true
 	}
+	strangers = slices.DeleteFunc(strangers, func(dp uint32) bool { return registered[dp] })
 	b = append(b, `},"unregistered_ranks":[`...)
 	slices.Sort(strangers)
 	for i, dp := range slices.Compact(strangers) {

@@ -458,7 +458,7 @@ func TestWorkerStatus(t *testing.T) {
 	}
 	r.f.mu.Lock()
 	r.f.status[worker.Rank{Worker: 7}] = service.Listener{
-		Rank: worker.Rank{Worker: 7}, Endpoint: "tcp://gpu:5557", Status: "failed", LastError: `it "broke"`, Degraded: true, Applied: new(uint64), Strangers: []uint32{9, 5},
+		Rank: worker.Rank{Worker: 7}, Endpoint: "tcp://gpu:5557", Status: "failed", LastError: `it "broke"`, Degraded: true, Applied: new(uint64), Strangers: []uint32{9, 2, 5}, // 2 is registered too
 	}
 	r.f.mu.Unlock()
 	_, got := r.do("GET", "/workers", "")
