@@ -535,8 +535,9 @@ func TestKVEventCounters(t *testing.T) {
 	store := wire.KVPublished{Kind: wire.KVStore, Hashes: []uint64{11}, Tokens: []uint32{1, 1}, BlockSize: kvBlocks}
 	orphan := wire.KVPublished{Kind: wire.KVStore, Hashes: []uint64{12}, HasParent: true, Parent: 99, Tokens: []uint32{2, 2}, BlockSize: kvBlocks}
 	large := wire.KVPublished{Kind: wire.KVStore, Hashes: []uint64{13}, Tokens: []uint32{1, 1, 1}, BlockSize: 3}
+	placeholder := wire.KVPublished{Kind: wire.KVStore, Hashes: []uint64{14}}
 	e.publish(0, wire.AppendKVBatch(nil, wire.KVMaps, 1, 1, []wire.KVPublished{
-		store, store, orphan, large, {Kind: wire.KVRemove, Hashes: []uint64{11, 98}}, {Kind: wire.KVRemove, Hashes: nil}, {Kind: wire.KVClear},
+		store, store, orphan, large, placeholder, {Kind: wire.KVRemove, Hashes: []uint64{11, 98}}, {Kind: wire.KVRemove, Hashes: nil}, {Kind: wire.KVClear},
 	}))
 	r.applied(0)
 	for _, tt := range []struct {
@@ -551,6 +552,7 @@ func TestKVEventCounters(t *testing.T) {
 		{"spillway_kv_events_total", []string{"stored", "full"}, 0},
 		{"spillway_kv_warnings_total", []string{"duplicate_store"}, 1},
 		{"spillway_kv_filtered_total", []string{"block_size_mismatch"}, 1},
+		{"spillway_kv_filtered_total", []string{"placeholder"}, 1},
 		{"spillway_kv_filtered_total", []string{"unknown_medium"}, 0},
 		{"spillway_kv_batches_received_total", nil, 1},
 		{"spillway_kv_lag_batches", []string{"1", "7"}, 0},
@@ -563,6 +565,23 @@ func TestKVEventCounters(t *testing.T) {
 	}
 	if got := r.metric("spillway_kv_events_total", "stored", "ok"); got < 2 {
 		t.Errorf("%v stores were ok, want at least 2", got)
+	}
+	if log := r.log.String(); strings.Count(log, "reason=block_size_mismatch") != 1 || strings.Contains(log, "placeholder") {
+		t.Errorf("the log has no warning of a wrong block size, or one too many: %s", log)
+	}
+}
+
+// Blocks of one token are legal, and worth a word.
+func TestKVBlocksOfOneToken(t *testing.T) {
+	r := newKVRig(t, patientKV())
+	for dp, size := range []uint32{2, 1} {
+		err := r.k.Register(monitor.KVSource{Rank: worker.Rank{Worker: 7, DP: uint32(dp)}, Endpoint: "tcp://127.0.0.1:1", BlockSize: size, Index: r.p.Index})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if told := strings.Contains(r.log.String(), "blocks of one token"); told != (size == 1) {
+			t.Errorf("block size %d: the log is %q", size, r.log.String())
+		}
 	}
 }
 

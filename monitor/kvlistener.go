@@ -350,7 +350,18 @@ func (l *kvListener) use() {
 		l.normalizer.Each(&l.batch, l.apply)
 	}
 	l.worker.writing.Unlock()
+	for reason, kind := range kvMistakes {
+		if n := l.normalizer.Counts[reason] - l.counted[reason]; n > 0 {
+			l.warn(kind, "blocks of KV events make no sense", "reason", reason.String(), "events", n)
+		}
+	}
 	l.k.metrics.count(&l.counted, &l.normalizer.Counts)
+}
+
+// kvMistakes are what of a normaliser's counts means that a worker is registered or programmed
+// wrongly.
+var kvMistakes = map[wire.KVReason]int{
+	wire.KVBlockSize: kvWarnBlockSize, wire.KVShortTokens: kvWarnTokens, wire.KVSelfReference: kvWarnHashes,
 }
 
 // write applies one event to the index.
@@ -396,6 +407,9 @@ const (
 	kvWarnLost = iota
 	kvWarnReplay
 	kvWarnDecode
+	kvWarnBlockSize
+	kvWarnTokens
+	kvWarnHashes
 	kvWarnings
 )
 

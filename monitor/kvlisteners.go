@@ -103,6 +103,9 @@ func (k *KVListeners) Register(s KVSource) error {
 	w.listeners[s.Rank.DP] = newKVListener(k, w, s, time.Now())
 	k.count++
 	k.poke()
+	if s.BlockSize == 1 {
+		k.log.Warn("blocks of one token make as many KV events as there are tokens", "worker", s.Rank.Worker, "dp_rank", s.Rank.DP)
+	}
 	return nil
 }
 

@@ -37,7 +37,7 @@ func newKVQueue(queued *atomic.Int64) *kvQueue {
 // is closed.
 func (q *kvQueue) put(b kvBatch) bool {
 	size := int64(len(b.payload))
-	if q.queued.Add(size) > maxKVQueued {
+	if q.queued.Add(size) > maxKVQueued && b.reached == nil {
 		q.queued.Add(-size)
 		return false
 	}

@@ -41,7 +41,7 @@ func TestKVFields(t *testing.T) {
 		{"more tokens than blocks", "11=x", list{stored(list{11}, nil, tokensXY)}},
 		{"fewer tokens than blocks", "11=x,12=y short_tokens=1", list{stored(list{11, 12, 13}, nil, tokensXY)}},
 		{"other size", "nothing block_size_mismatch=1", list{list{"BlockStored", list{11}, nil, tokensXY, 4}}},
-		{"size 0 and no tokens", "host_pinned:nothing block_size_mismatch=1", list{list{"BlockStored", list{11}, nil, list{}, 0, nil, "CPU"}}},
+		{"size 0 and no tokens", "host_pinned:nothing placeholder=1", list{list{"BlockStored", list{11}, nil, list{}, 0, nil, "CPU"}}},
 		{"huge size", "nothing block_size_mismatch=1", list{list{"BlockStored", list{11}, nil, tokensX, uint64(1<<32 + 2)}}},
 		{"hash twice", "self_reference=1", list{stored(list{11, 11}, nil, tokensXY)}},
 		{"parent among the blocks", "self_reference=1", list{stored(list{12, 11}, 11, tokensXY)}},

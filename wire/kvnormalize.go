@@ -235,6 +235,8 @@ func (n *KVNormalizer) convert(b *KVBatch, e *kvRaw, out *KVEvent) bool {
 	kept := 0
 	switch {
 	case len(engine) == 0:
+	case e.blockSize == 0 && len(tokens) == 0:
+		n.Counts[KVPlaceholder]++
 	case e.blockSize != n.blockSize:
 		n.Counts[KVBlockSize]++
 	default:

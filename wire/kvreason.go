@@ -20,6 +20,7 @@ const (
 	KVAmbiguousNamespace                 // stores after a block that two cache salts claim
 	KVSelfReference                      // stores that name a block twice
 	KVBlockSize                          // stores of blocks of another size; none of them is kept
+	KVPlaceholder                        // stores that tell no tokens and a block size of 0, as some vLLM does of blocks in host memory; none is kept
 	KVShortTokens                        // stores without tokens for all of their blocks; the first are kept
 	KVBadRank                            // batches whose rank is no rank; the listener's is taken
 	KVTableFull                          // blocks and groups for whose salt or kind there is no room
@@ -32,7 +33,7 @@ func (r KVReason) String() string {
 		"malformed_event", "unknown_event", "unsupported_ownership", "unknown_ownership", "ignored_event",
 		"non_local_locality", "unknown_medium", "non_main_attention_kind", "unknown_kind",
 		"non_main_attention_group", "unlearned_group_idx", "ambiguous_cache_namespace", "self_reference",
-		"block_size_mismatch", "short_tokens", "bad_rank", "table_full",
+		"block_size_mismatch", "placeholder", "short_tokens", "bad_rank", "table_full",
 	}
 	if r >= KVReasons {
 		return "unknown"
