@@ -525,6 +525,40 @@ func TestKVRestartOfManyRanks(t *testing.T) {
 	}
 }
 
+// Ranks that only one publisher speaks for go with it, while the worker has others.
+func TestKVUnregisteredSpokesman(t *testing.T) {
+	r := newKVRig(t, patientKV())
+	engines := map[uint32]*kvEngine{}
+	for _, dp := range []uint32{1, 2, 3} {
+		e := newKVEngine(t, "tcp://127.0.0.1:*", false)
+		if err := r.k.Register(monitor.KVSource{Rank: worker.Rank{Worker: 7, DP: dp}, Endpoint: e.endpoint, BlockSize: kvBlocks, Index: r.p.Index}); err != nil {
+			t.Fatal(err)
+		}
+		engines[dp] = e
+	}
+	r.run()
+	for _, e := range engines {
+		e.subscribed()
+	}
+	for seq, dp := range []uint32{1, 2, 5, 6} { // 2 has a publisher of its own
+		engines[1].live(dp, uint64(seq))
+	}
+	engines[3].live(6, 0)
+	eventually(t, "all are applied", func() bool {
+		all := r.k.Statuses()
+		return all[0].Applied != nil && *all[0].Applied == 3 && all[2].Applied != nil && *all[2].Applied == 0
+	})
+	if err := r.k.Unregister(worker.Rank{Worker: 7, DP: 1}); err != nil {
+		t.Fatal(err)
+	}
+	for dp, want := range map[uint32][]uint64{1: {}, 2: {1}, 5: {}, 6: {0, 3}} {
+		if got := r.held(worker.Rank{Worker: 7, DP: dp}); !slices.Equal(got, want) {
+			t.Errorf("rank %d holds %v, want %v", dp, got, want)
+		}
+	}
+	r.stop()
+}
+
 // Two tell of events by type and status.
 func TestKVEventCounters(t *testing.T) {
 	e := newKVEngine(t, "tcp://127.0.0.1:*", false)

@@ -402,6 +402,13 @@ func (l *kvListener) feed(dp uint32) bool {
 	return true
 }
 
+// spoken are the ranks but its own that the publisher has spoken for, read-only.
+func (l *kvListener) spoken() []uint32 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.strangers
+}
+
 // What a listener warns of.
 const (
 	kvWarnLost = iota

@@ -109,8 +109,8 @@ func (k *KVListeners) Register(s KVSource) error {
 	return nil
 }
 
-// Unregister ends listening to one rank and forgets what it holds; with the last rank of a worker
-// all that came from the worker. It fails with ErrKVUnknown. When it returns, no event of the rank
+// Unregister ends listening to one rank and forgets what it holds, and what ranks hold that only its
+// publisher has told of; with the last rank of a worker all that came from the worker. It fails with ErrKVUnknown. When it returns, no event of the rank
 // is applied any more.
 func (k *KVListeners) Unregister(r worker.Rank) error {
 	k.mu.Lock()
@@ -130,8 +130,27 @@ func (k *KVListeners) Unregister(r worker.Rank) error {
 	w.writing.Lock()
 	defer w.writing.Unlock()
 	w.index.RemoveRank(r)
+	for _, dp := range l.spoken() {
+		if !w.told(dp) {
+			w.index.RemoveRank(worker.Rank{Worker: r.Worker, DP: dp})
+		}
+	}
 	k.poke()
 	return nil
+}
+
+// told tells whether a publisher is listened to that is, or has spoken, for a rank. The lock of
+// KVListeners is held, and that of writing.
+func (w *kvWorker) told(dp uint32) bool {
+	if w.listeners[dp] != nil {
+		return true
+	}
+	for _, l := range w.listeners {
+		if slices.Contains(l.spoken(), dp) {
+			return true
+		}
+	}
+	return false
 }
 
 // UnregisterWorker is Unregister for all ranks of a worker.
