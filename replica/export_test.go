@@ -13,3 +13,6 @@ func (r *Replica) Origin() uint64 { return r.origin }
 
 // Connected is the number of peers that there is a connection with.
 func (r *Replica) Connected() int { return int(r.connected.Load()) }
+
+// BindWhere makes r bind the endpoint at which it would be told about its nth connection, which fails.
+func (r *Replica) BindWhere(n int) { r.cfg.Bind = r.eventsOf(n) }

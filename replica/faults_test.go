@@ -66,6 +66,26 @@ func TestTooLong(t *testing.T) {
 	n.expect(t, "spillway_replica_unsent_total", "size", 1)
 }
 
+// TestReconnectFails: a connection that cannot be made again at once is made later, and meanwhile
+// nothing else ends.
+func TestReconnectFails(t *testing.T) {
+	s := newScript(t, "tcp://127.0.0.1:*")
+	n := prepare(config(s.endpoint))
+	n.BindWhere(2)
+	n.start(t)
+	s.link(t, n)
+	s.send(t, []byte(wire.ReplicaTopic), make([]byte, wire.MaxReplicaBytes+1)) // ends the connection
+	n.expect(t, "spillway_replica_peers_connected", "", 0)
+	s.link(t, n)
+}
+
+// TestInprocNames: an endpoint within the process takes no name that is ours.
+func TestInprocNames(t *testing.T) {
+	cfg := config("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "tcp://127.0.0.1:3")
+	cfg.Bind = "inproc://replica-2"
+	prepare(cfg).start(t)
+}
+
 // TestNotZMQ: a peer that speaks something else is tried again, until a real one has taken its
 // place.
 func TestNotZMQ(t *testing.T) {

@@ -76,7 +76,7 @@ func (n *node) start(t testing.TB) *node {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	go func() { ended <- n.Run(ctx) }()
+	go func() { ended <- n.Run(ctx); close(ended) }()
 	n.stop = sync.OnceFunc(func() {
 		cancel()
 		if err := <-ended; err != nil {

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strconv"
 	"syscall"
 	"time"
 
@@ -96,7 +95,11 @@ func (c *receiver) tend(p *peer, look bool, now time.Time) error {
 		if now.Before(p.again) {
 			return nil
 		}
-		return c.connect(p)
+		if err := c.connect(p); err != nil { // no descriptor left, perhaps: others are heard all the same
+			c.warn("connect", "a peer can not be listened to again yet; further failures are not logged", "peer", p.endpoint, "err", err)
+			p.later(now)
+		}
+		return nil
 	}
 	ended := look && c.look(p) // before it is emptied, so that nothing that came is left behind
 	for range maxTurn {
@@ -113,9 +116,22 @@ func (c *receiver) tend(p *peer, look bool, now time.Time) error {
 	if !ended {
 		return nil
 	}
+	p.later(now)
+	return c.disconnect(p)
+}
+
+// later has the next try wait for longer than the last.
+func (p *peer) later(now time.Time) {
 	p.retry = min(max(firstReconnect, 2*p.retry), lastReconnect)
 	p.again = now.Add(p.retry)
-	return c.disconnect(p)
+}
+
+// warn logs a problem the first time that it is met.
+func (c *receiver) warn(problem, message string, args ...any) {
+	if !c.told[problem] {
+		c.told[problem] = true
+		c.r.log.Warn(message, args...)
+	}
 }
 
 // received takes in one message, or counts why not. Each reason is logged once.
@@ -134,11 +150,8 @@ func (c *receiver) received(frames [][]byte, p *peer) {
 		reason = droppedQueue
 	}
 	m.dropped[reason].Inc()
-	if !c.told[reason] {
-		c.told[reason] = true
-		c.r.log.Warn("a reservation event was dropped; further ones for the same reason are only counted",
-			"reason", reason, "peer", p.endpoint, "err", err)
-	}
+	c.warn(reason, "a reservation event was dropped; further ones for the same reason are only counted",
+		"reason", reason, "peer", p.endpoint, "err", err)
 }
 
 // reasonDropped is the reason for an error of wire.ParseReplica, "" for none.
@@ -204,12 +217,18 @@ func (c *receiver) listen(endpoint string) error {
 // connect makes the sockets of a peer. If it fails there are none.
 func (c *receiver) connect(p *peer) error {
 	c.opened++
-	if err := p.open(c.zctx, "inproc://replica-"+strconv.Itoa(c.opened)); err != nil {
+	if err := p.open(c.zctx, c.r.eventsOf(c.opened)); err != nil {
 		return fmt.Errorf("replica: listen to %s: %w", p.endpoint, errors.Join(err, p.close()))
 	}
 	c.open++
 	c.poller.Add(p.soc, zmq.POLLIN)
 	return nil
+}
+
+// eventsOf is where libzmq tells about the connection of the nth socket. Endpoints of operators can be
+// inproc too, so the name is one that none of them will have.
+func (r *Replica) eventsOf(n int) string {
+	return fmt.Sprintf("inproc://replica-%016x-%d", r.origin, n)
 }
 
 func (p *peer) open(zctx *zmq.Context, events string) (err error) {
