@@ -1,6 +1,9 @@
 package replica
 
-import "time"
+import (
+	"log/slog"
+	"time"
+)
 
 // BoundBytes sets how much may wait to be sent.
 func (r *Replica) BoundBytes(out int) { r.out.maxBytes = out }
@@ -16,3 +19,6 @@ func (r *Replica) Connected() int { return int(r.connected.Load()) }
 
 // BindWhere makes r bind the endpoint at which it would be told about its nth connection, which fails.
 func (r *Replica) BindWhere(n int) { r.cfg.Bind = r.eventsOf(n) }
+
+// Log sets where r logs.
+func (r *Replica) Log(log *slog.Logger) { r.log = log }

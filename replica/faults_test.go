@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
 	"net"
 	"slices"
@@ -84,6 +85,63 @@ func TestInprocNames(t *testing.T) {
 	cfg := config("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "tcp://127.0.0.1:3")
 	cfg.Bind = "inproc://replica-2"
 	prepare(cfg).start(t)
+}
+
+// stuck is a log that takes no line until it is released.
+type stuck struct {
+	begun   chan struct{} // has a token once a line has come
+	release chan struct{}
+}
+
+func (s stuck) Write(line []byte) (int, error) {
+	select {
+	case s.begun <- struct{}{}:
+	default:
+	}
+	<-s.release
+	return len(line), nil
+}
+
+// TestLastWords: all that a peer has published before it ended is heard, even by one that is behind.
+func TestLastWords(t *testing.T) {
+	const words = 900
+	zctx, err := zmq.NewContext()
+	if err != nil {
+		t.Fatal(err)
+	}
+	soc, err := zctx.NewSocket(zmq.PUB)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(soc.SetLinger(time.Minute), soc.Bind("tcp://127.0.0.1:*")); err != nil {
+		t.Fatal(err)
+	}
+	endpoint, err := soc.GetLastEndpoint()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &script{soc, endpoint}
+	n := prepare(config(endpoint))
+	log := stuck{make(chan struct{}, 1), make(chan struct{})}
+	n.Log(slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelWarn})))
+	release := sync.OnceFunc(func() { close(log.release) })
+	n.start(t)
+	t.Cleanup(release) // if the test fails before; Run could not end
+	s.link(t, n)
+	s.send(t, []byte(wire.ReplicaTopic)) // which is logged, and so holds up what comes after it
+	<-log.begun
+	for i := range words {
+		s.publish(t, event(wire.ReplicaFree, fmt.Sprint(i)))
+	}
+	if err := errors.Join(soc.Close(), zctx.Term()); err != nil { // all is on its way
+		t.Fatal(err)
+	}
+	time.Sleep(200 * time.Millisecond) // for libzmq to hear of the end; without it the test can only pass
+	release()
+	eventually(t, "the last words", func() bool { return n.has(fmt.Sprint(words - 1)) })
+	if got := n.events(); len(got) != words {
+		t.Errorf("heard %d of %d events", len(got), words)
+	}
 }
 
 // TestNotZMQ: a peer that speaks something else is tried again, until a real one has taken its

@@ -101,8 +101,11 @@ func (c *receiver) tend(p *peer, look bool, now time.Time) error {
 		}
 		return nil
 	}
-	ended := look && c.look(p) // before it is emptied, so that nothing that came is left behind
-	for range maxTurn {
+	ended, turn := look && c.look(p), maxTurn
+	if ended { // all that came before the end is taken, since it goes with the socket
+		turn = highWater
+	}
+	for range turn {
 		frames, err := message(p.soc)
 		if errors.Is(err, errNone) {
 			break
