@@ -82,9 +82,14 @@ func (s *Server) Books(p worker.Partition) (t *tracker.Tracker, blockSize uint32
 }
 
 // Run serves clients on ln until ctx ends, then lets running requests end, for at most DrainTimeout.
-// It reads the state file first and writes it last. After nil, nothing that it started is left.
+// It reads the state file first and writes it last. It writes it at once, too: that it cannot be
+// written is better known before there is anything to lose. After nil, nothing that it started is left.
 func (s *Server) Run(ctx context.Context, ln net.Listener) error {
-	if err := s.load(); err != nil {
+	err := s.load()
+	if err == nil {
+		err = s.save()
+	}
+	if err != nil {
 		return errors.Join(err, ln.Close())
 	}
 	ticking, stop := context.WithCancel(context.WithoutCancel(ctx))
@@ -93,7 +98,7 @@ func (s *Server) Run(ctx context.Context, ln net.Listener) error {
 	defer func() { stop(); <-ticked }()
 
 	defer context.AfterFunc(ctx, func() { s.draining.Store(true) })()
-	err := jsonhttp.Serve(ctx, ln, s, s.cfg.DrainTimeout, s.log)
+	err = jsonhttp.Serve(ctx, ln, s, s.cfg.DrainTimeout, s.log)
 	if ctx.Err() == nil {
 		return fmt.Errorf("slot tracker: %w", err)
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net"
 	"net/http"
@@ -156,6 +157,25 @@ func TestState(t *testing.T) {
 	}
 	if err := s.Run(t.Context(), ln); err == nil || !strings.Contains(err.Error(), "version 9") {
 		t.Errorf("Run with a file of another version = %v, want an error that names it", err)
+	}
+}
+
+// TestStateFileCannotBeWritten: a process that would forget all at its end does not begin.
+func TestStateFileCannotBeWritten(t *testing.T) {
+	cfg := config()
+	cfg.StateFile = filepath.Join(t.TempDir(), "nowhere", "slots.json")
+	s, err := service.New(cfg, prometheus.NewRegistry(), slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if err := s.Run(ctx, ln); !errors.Is(err, fs.ErrNotExist) || ctx.Err() != nil {
+		t.Errorf("Run = %v, and %v; want an error at once", err, ctx.Err())
 	}
 }
 
