@@ -58,21 +58,23 @@ func runSlotTracker(ctx context.Context, p process, cfg configs.SlotTracker, log
 	if err != nil {
 		return err
 	}
+	defer leave()
 	var lc net.ListenConfig
 	ln, err := lc.Listen(ctx, "tcp", net.JoinHostPort(cfg.Service.Host, strconv.Itoa(cfg.Service.Port)))
 	if err != nil {
-		return errors.Join(fmt.Errorf("slot tracker: %w", err), leave())
+		return fmt.Errorf("slot tracker: %w", err)
 	}
 	fmt.Fprintf(p.stdout, "Slot tracker: http://%s\n", reachable(ln.Addr()))
 	defer easeCollector()()
-	return errors.Join(server.Run(ctx, ln), leave())
+	return server.Run(ctx, ln)
 }
 
 // joinReplicas begins the exchange with other replicas, if it is on, and returns when peers are
-// listened to. It goes on until leave, which returns what went wrong with it.
-func joinReplicas(ctx context.Context, cfg replica.Config, server *service.Server, reg prometheus.Registerer, log *slog.Logger) (leave func() error, err error) {
+// listened to. It goes on until leave; if it fails before, that is logged, and requests are served
+// without it.
+func joinReplicas(ctx context.Context, cfg replica.Config, server *service.Server, reg prometheus.Registerer, log *slog.Logger) (leave func(), err error) {
 	if !cfg.Enabled() {
-		return func() error { return nil }, nil
+		return func() {}, nil
 	}
 	apply := replica.NewApplier(func(model, tenant string) (replica.Books, bool) {
 		t, blockSize, known := server.Books(worker.Partition{Model: model, Tenant: tenant})
@@ -82,14 +84,11 @@ func joinReplicas(ctx context.Context, cfg replica.Config, server *service.Serve
 	server.Join(linkTo(r))
 	running, stop := context.WithCancel(context.WithoutCancel(ctx))
 	ended := make(chan error, 1)
-	go func() { ended <- r.Run(running) }()
-	select {
-	case <-r.Ready():
-		return func() error { stop(); return <-ended }, nil
-	case err := <-ended:
+	if err := attend(running, r, log, ended); err != nil {
 		stop()
 		return nil, err
 	}
+	return func() { stop(); <-ended }, nil
 }
 
 // linkTo hands a server's changes to its replicas.
