@@ -79,17 +79,21 @@ func (k *KVListeners) take(ctx context.Context, peer string, from recovered) (er
 	if res.StatusCode < 200 || res.StatusCode > 299 {
 		return fmt.Errorf("monitor: recovery: %s answers %s", peer, res.Status)
 	}
-	found, counts, err := k.read(res.Body, from)
+	found, refused, counts, err := k.read(res.Body, from)
 	if err != nil {
 		return fmt.Errorf("monitor: recovery: after %d events: %w", counts.Applied, err)
+	}
+	if refused > 0 {
+		k.log.Warn("a peer's blocks are recovered in part: there is no room for all, or no block before them", "peer", peer, "events", refused)
 	}
 	k.log.Info("a peer's blocks are recovered", "peer", peer, "partitions", found, "events", counts.Applied, "skipped", counts.Skipped,
 		"not_understood", counts.Malformed+counts.Residency+counts.Positional, "seconds", time.Since(began).Seconds())
 	return nil
 }
 
-// read applies a dump and notes in from whose blocks are in it. found is the number of partitions.
-func (k *KVListeners) read(body io.Reader, from recovered) (found int, counts wire.DumpCounts, err error) {
+// read applies a dump and notes in from whose blocks are in it. found is the number of partitions,
+// refused that of stores which the index did not take.
+func (k *KVListeners) read(body io.Reader, from recovered) (found, refused int, counts wire.DumpCounts, err error) {
 	var p *kvindex.Partition
 	counts, err = wire.ReadDump(body, func(e wire.DumpEntry) bool {
 		if e.Error != "" {
@@ -111,14 +115,16 @@ func (k *KVListeners) read(body io.Reader, from recovered) (found int, counts wi
 		return true
 	}, func(e *wire.KVEvent) {
 		from[p][e.Rank.Worker] = true
-		k.store(p.Index, e)
+		if status := k.store(p.Index, e); status != kvindex.Stored && status != kvindex.DuplicateStore {
+			refused++
+		}
 	})
-	return found, counts, err
+	return found, refused, counts, err
 }
 
 // store applies one event of a dump. While dumps are read no listener writes, but registered
 // workers may go.
-func (k *KVListeners) store(ix *kvindex.Index, e *wire.KVEvent) {
+func (k *KVListeners) store(ix *kvindex.Index, e *wire.KVEvent) kvindex.Status {
 	k.mu.Lock()
 	w := k.workers[e.Rank.Worker]
 	k.mu.Unlock()
@@ -126,7 +132,8 @@ func (k *KVListeners) store(ix *kvindex.Index, e *wire.KVEvent) {
 		w.writing.Lock()
 		defer w.writing.Unlock()
 	}
-	applyKV(ix, e)
+	status, _ := applyKV(ix, e)
+	return status
 }
 
 // applyKV applies one event to an index. The status is that of a store, unknown that of a remove.

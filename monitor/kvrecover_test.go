@@ -2,6 +2,7 @@ package monitor_test
 
 import (
 	"bytes"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"slices"
@@ -9,7 +10,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"spillway/kvhash"
+	"spillway/kvindex"
 	"spillway/monitor"
 	"spillway/wire"
 	"spillway/worker"
@@ -88,6 +92,26 @@ func TestKVRecovery(t *testing.T) {
 			}
 			r.stop()
 		})
+	}
+}
+
+// Blocks for which there is no room are missing from what is recovered, which the log tells.
+func TestKVRecoveredInPart(t *testing.T) {
+	peer := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = w.Write([]byte(dumped(t, "m", kvBlocks, 1, 2, 3)))
+	}))
+	defer peer.Close()
+	for _, room := range []int{1, 3} {
+		cfg, index := patientKV(), kvindex.DefaultConfig()
+		cfg.Peers, cfg.RecoveryDelay, index.MaxEntries = []string{peer.URL}, time.Millisecond, room
+		r := &kvRig{t: t, reg: prometheus.NewRegistry(), ps: kvindex.NewPartitions(index)}
+		r.k = monitor.NewKVListeners(cfg, r.ps, slog.New(slog.NewTextHandler(&r.log, nil)), r.reg)
+		r.run()
+		eventually(t, "ready", r.k.Ready)
+		r.stop()
+		if held, _ := r.ps.Entries(); held != room || strings.Contains(r.log.String(), "recovered in part") != (room < 3) {
+			t.Errorf("with room for %d: %d entries, and the log is %s", room, held, r.log.String())
+		}
 	}
 }
 
