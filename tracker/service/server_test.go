@@ -160,6 +160,64 @@ func TestState(t *testing.T) {
 	}
 }
 
+// TestStateAges: requests have aged while no process ran, expire when they would have, and are
+// counted when their workers have gone too.
+func TestStateAges(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		cfg := config()
+		cfg.ExpireAfterSecs, cfg.StateInterval = 100, 0
+		cfg.StateFile = filepath.Join(t.TempDir(), "slots.json")
+		request := func(id string, dp, age int, more string) string {
+			return fmt.Sprintf(`{"request_id":%q,"worker_id":1,"dp_rank":%d,"sequence_hashes":[%d],"age_nanoseconds":%d%s}`, id, dp, age, time.Duration(age)*time.Second, more)
+		}
+		text := fmt.Sprintf(`{"version":1,"written_at":%q,"partitions":[{"model_name":"m","tenant_id":"default","block_size":16,
+			"workers":[{"worker_id":1,"dp_start":0,"dp_size":2}],"requests":[%s,%s,%s,%s]}]}`,
+			time.Now().Add(-20*time.Second).Format(time.RFC3339Nano),
+			request("gone", 0, 81, ""), request("soon", 0, 30, ""), request("later", 0, 10, ""),
+			request("timed", 1, 0, `,"prefill_tokens":1000,"prefill_nanoseconds":2000000000`))
+		if err := os.WriteFile(cfg.StateFile, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s, err := service.New(cfg, prometheus.NewRegistry(), slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- s.Run(ctx, make(quiet)) }()
+		defer func() {
+			cancel()
+			if err := <-ended; err != nil {
+				t.Errorf("Run = %v", err)
+			}
+		}()
+		began := time.Now()
+		shows := func(seconds int, method, path, body, want string) {
+			t.Helper()
+			time.Sleep(time.Duration(seconds)*time.Second - time.Since(began))
+			synctest.Wait()
+			req := httptest.NewRequest(method, path, strings.NewReader(body))
+			req.Header.Set("Content-Type", "application/json")
+			w := httptest.NewRecorder()
+			if s.ServeHTTP(w, req); !strings.Contains(w.Body.String(), want) {
+				t.Errorf("%d s: %s %s = %d %s, want %s", seconds, method, path, w.Code, w.Body, want)
+			}
+		}
+		loads := func(seconds, blocks, tokens, timed int) {
+			t.Helper()
+			shows(seconds, "GET", "/loads", "", fmt.Sprintf(`"dp_rank":0,"active_prefill_tokens":0,"active_decode_blocks":%d}`, blocks))
+			shows(seconds, "GET", "/loads", "", fmt.Sprintf(`"dp_rank":1,"active_prefill_tokens":%d,"active_decode_blocks":%d}`, tokens, timed))
+		}
+		loads(0, 2, 1000, 1) // the first was too old
+		loads(1, 2, 500, 1)
+		loads(59, 2, 0, 1)
+		loads(61, 1, 0, 1) // 20 s before, 30 s, and a minute since
+		loads(121, 0, 0, 0)
+		shows(121, "POST", "/unregister", `{"model_name":"m","worker_id":1}`, "ok")
+		shows(121, "GET", "/metrics", "", "\nspillway_tracker_expired_requests_total 3\n")
+	})
+}
+
 // TestStateFileCannotBeWritten: a process that would forget all at its end does not begin.
 func TestStateFileCannotBeWritten(t *testing.T) {
 	cfg := config()
