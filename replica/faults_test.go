@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"math"
 	"net"
@@ -141,6 +142,62 @@ func TestLastWords(t *testing.T) {
 	eventually(t, "the last words", func() bool { return n.has(fmt.Sprint(words - 1)) })
 	if got := n.events(); len(got) != words {
 		t.Errorf("heard %d of %d events", len(got), words)
+	}
+}
+
+// frame reads one frame of ZMTP, and whether it is a command.
+func frame(in io.Reader) (body string, command bool, err error) {
+	start := make([]byte, 2)
+	if _, err := io.ReadFull(in, start); err != nil {
+		return "", false, err
+	}
+	if start[0]&2 != 0 {
+		return "", false, errors.New("a long frame, which nobody has reason to send")
+	}
+	rest := make([]byte, start[1])
+	_, err = io.ReadFull(in, rest)
+	return string(rest), start[0]&4 != 0, err
+}
+
+// TestHeartbeat plays a peer by hand: it is subscribed to, and since it says nothing it is asked,
+// after five seconds, whether it is there, and told the time that it has for an answer.
+func TestHeartbeat(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = ln.Close() }()
+	start(t, "tcp://"+ln.Addr().String())
+	conn, err := ln.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = conn.Close() }()
+	greeting := append(make([]byte, 0, 64), "\xff\x00\x00\x00\x00\x00\x00\x00\x00\x7f\x03\x01NULL"...)[:64]
+	ready := "\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
+	_, err = conn.Write(append(append(greeting, 4, byte(len(ready))), ready...))
+	if err = errors.Join(err, conn.SetReadDeadline(time.Now().Add(time.Minute))); err != nil {
+		t.Fatal(err)
+	}
+	theirs := make([]byte, 64)
+	if _, err := io.ReadFull(conn, theirs); err != nil || !strings.HasPrefix(string(theirs[12:]), "NULL\x00") {
+		t.Fatalf("greeting = %q, %v", theirs, err)
+	}
+	var subscribed bool
+	for {
+		body, command, err := frame(conn)
+		if err != nil {
+			t.Fatalf("before a ping: %v", err)
+		}
+		switch {
+		case body == "\x01"+wire.ReplicaTopic, command && body == "\x09SUBSCRIBE"+wire.ReplicaTopic:
+			subscribed = true
+		case command && strings.HasPrefix(body, "\x04PING"):
+			if body != "\x04PING\x00\x96" || !subscribed {
+				t.Errorf("a ping of %q came, subscribed %v; want 150 tenths of a second for an answer, and true", body, subscribed)
+			}
+			return
+		}
 	}
 }
 
