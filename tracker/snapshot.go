@@ -52,7 +52,8 @@ func (b *booking) standing(now time.Time) Standing {
 // Restore books again what Standing has listed, with its age; prefills that fall begin anew. It
 // returns ErrUnknownRank, ErrDuplicate, or ErrExpired if it is too old; then nothing has changed.
 // Decay is for the caller to give by Grow after the last one is booked, since it depends on who
-// shares blocks.
+// shares blocks. Loads are what they were, but for blocks that were decayed before others came to
+// share them, or after those that shared them had gone: their weights are not in the list.
 func (t *Tracker) Restore(s Standing, now time.Time) error {
 	t.lock()
 	defer t.mu.Unlock()

@@ -46,7 +46,8 @@ func (s *Server) health(w http.ResponseWriter, _ *http.Request) *httperr.Error {
 	return nil
 }
 
-// ready is 503 while the process is about to end, so that load balancers look elsewhere.
+// ready is 503 to requests that are still read while the process is about to end. It does not listen
+// any more then, so others are refused.
 func (s *Server) ready(w http.ResponseWriter, _ *http.Request) *httperr.Error {
 	if s.draining.Load() {
 		return httperr.New(http.StatusServiceUnavailable, "the process is about to end")
