@@ -9,7 +9,17 @@ import (
 // many ranks share is stored once, counted once on each, and found for all of them in one walk.
 // Two lists share blocks as far as they are equal from the start; hashes are compared one by one,
 // so lists that are not properly chained are only counted apart.
-type forest struct{ root node }
+type forest struct {
+	root  node
+	spare []*node // emptied ones, for the next prompts
+}
+
+// Bounds of what is kept for reuse: most prompts begin and end in a node of their own, which would
+// be garbage otherwise.
+const (
+	maxSpareNodes = 16
+	maxSpareRun   = 1024 // blocks
+)
 
 // node is a run of blocks that whoever holds one of them holds together.
 type node struct {
@@ -38,8 +48,7 @@ func (f *forest) add(hashes []uint64, slot uint32) (last *node, fresh uint64) {
 	for rest := hashes; len(rest) > 0; {
 		next := n.kids.find(rest[0])
 		if next == nil {
-			leaf := &node{run: slices.Clone(rest), parent: n}
-			leaf.holders = leaf.single[:0]
+			leaf := f.leaf(rest, n)
 			leaf.hold(slot)
 			n.kids.put(leaf)
 			return leaf, fresh + uint64(len(rest))
@@ -56,6 +65,25 @@ func (f *forest) add(hashes []uint64, slot uint32) (last *node, fresh uint64) {
 	return n, fresh
 }
 
+// leaf is a node without holders, with a copy of run.
+func (f *forest) leaf(run []uint64, parent *node) *node {
+	n := &node{}
+	if last := len(f.spare) - 1; last >= 0 {
+		n, f.spare = f.spare[last], f.spare[:last]
+	}
+	n.run, n.parent = append(n.run[:0], run...), parent
+	n.holders = n.single[:0]
+	return n
+}
+
+// recycle keeps a node to which nothing leads any more.
+func (f *forest) recycle(n *node) {
+	if len(f.spare) < maxSpareNodes && cap(n.run) <= maxSpareRun {
+		*n = node{run: n.run[:0]}
+		f.spare = append(f.spare, n)
+	}
+}
+
 // remove takes back one add of a rank that ended at last. It returns how many blocks the rank no
 // longer holds, and what they weighed less than whole.
 func (f *forest) remove(last *node, slot uint32) (gone, less uint64) {
@@ -70,6 +98,7 @@ func (f *forest) remove(last *node, slot uint32) (gone, less uint64) {
 			n.holders = slices.Delete(n.holders, i, i+1)
 			if len(n.holders) == 0 {
 				parent.kids.drop(n)
+				f.recycle(n)
 			}
 		}
 		n = parent
