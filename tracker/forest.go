@@ -67,9 +67,11 @@ func (f *forest) add(hashes []uint64, slot uint32) (last *node, fresh uint64) {
 
 // leaf is a node without holders, with a copy of run.
 func (f *forest) leaf(run []uint64, parent *node) *node {
-	n := &node{}
+	var n *node
 	if last := len(f.spare) - 1; last >= 0 {
 		n, f.spare = f.spare[last], f.spare[:last]
+	} else {
+		n = &node{}
 	}
 	n.run, n.parent = append(n.run[:0], run...), parent
 	n.holders = n.single[:0]
