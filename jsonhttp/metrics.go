@@ -10,7 +10,7 @@ import (
 )
 
 // statuses are those that routes answer with.
-var statuses = [...]int{200, 201, 400, 401, 404, 405, 409, 413, 415, 422, 500, 503}
+var statuses = [...]int{200, 201, 400, 401, 404, 405, 409, 413, 415, 422, 429, 500, 503}
 
 // Metrics count the requests of a service and time them, by route. All children are made once.
 type Metrics struct{ routes map[string]*routeMetrics }

@@ -37,25 +37,6 @@ func Serve(ctx context.Context, ln net.Listener, h http.Handler, drain time.Dura
 	return err
 }
 
-// UnknownRoute is the failure of a request for which there is no route.
-func UnknownRoute(r *http.Request) *httperr.Error {
-	return httperr.New(http.StatusNotFound, fmt.Sprintf("there is no route %.256q", r.URL.Path))
-}
-
-// CheckMethod is the failure of a request with another method than its route has: POST or, if the
-// route only reads, GET and HEAD.
-func CheckMethod(w http.ResponseWriter, r *http.Request, reads bool) *httperr.Error {
-	switch {
-	case reads && r.Method != http.MethodGet && r.Method != http.MethodHead:
-		w.Header()["Allow"] = []string{"GET,HEAD"}
-		return httperr.New(http.StatusMethodNotAllowed, r.URL.Path+" answers GET and HEAD")
-	case !reads && r.Method != http.MethodPost:
-		w.Header()["Allow"] = []string{"POST"}
-		return httperr.New(http.StatusMethodNotAllowed, r.URL.Path+" answers POST")
-	}
-	return nil
-}
-
 // CheckType is the failure of a request whose body is not said to be JSON.
 func CheckType(r *http.Request) *httperr.Error {
 	if !IsJSON(r.Header.Get("Content-Type")) {

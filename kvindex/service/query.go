@@ -22,7 +22,7 @@ func (s *Server) query(x *exchange) (int, *httperr.Error) {
 	}
 	x.locals = kvhash.AppendBlocks(x.locals[:0], x.tokens, options)
 	p.Index.Query(x.locals, &x.matches)
-	x.out = appendMatches(x.out[:0], &x.matches, size)
+	x.Out = appendMatches(x.Out[:0], &x.matches, size)
 	return http.StatusOK, nil
 }
 
@@ -36,7 +36,7 @@ func (s *Server) queryByHash(x *exchange) (int, *httperr.Error) {
 		return 0, failed
 	}
 	p.Index.Query(x.hashes, &x.matches)
-	x.out = appendMatches(x.out[:0], &x.matches, p.BlockSize())
+	x.Out = appendMatches(x.Out[:0], &x.matches, p.BlockSize())
 	return http.StatusOK, nil
 }
 

@@ -16,27 +16,32 @@ import (
 	"spillway/worker"
 )
 
-// route is one path, which has one method.
-type route struct {
-	get  func(s *Server, w http.ResponseWriter, r *http.Request) *httperr.Error // or nil
-	post func(s *Server, x *exchange) (int, *httperr.Error)                     // or nil
-	body []field                                                                // of post; nil: it is not read
-}
+// handler answers one request.
+type handler = func(w http.ResponseWriter, r *http.Request) *httperr.Error
 
-var routes = map[string]route{
-	"/health":          {get: (*Server).health},
-	"/ready":           {get: (*Server).ready},
-	"/metrics":         {get: (*Server).scrape},
-	"/workers":         {get: (*Server).workers},
-	"/dump":            {get: (*Server).dump},
-	"/peers":           {get: (*Server).listPeers},
-	"/register":        {post: (*Server).register, body: registerBody},
-	"/unregister":      {post: (*Server).unregister, body: unregisterBody},
-	"/query":           {post: (*Server).query, body: queryBody},
-	"/query_by_hash":   {post: (*Server).queryByHash, body: hashesBody},
-	"/register_peer":   {post: (*Server).registerPeer, body: peerBody},
-	"/deregister_peer": {post: (*Server).deregisterPeer, body: peerBody},
-	"/reopen_logs":     {post: (*Server).reopenLogs},
+// table lists the routes.
+func (s *Server) table() []jsonhttp.Route {
+	get := func(path string, serve handler) jsonhttp.Route {
+		return jsonhttp.Route{Method: http.MethodGet, Path: path, Public: true, Serve: serve}
+	}
+	post := func(path string, fields []field, serve func(x *exchange) (int, *httperr.Error)) jsonhttp.Route {
+		return jsonhttp.Route{Method: http.MethodPost, Path: path, Public: true, Serve: s.post(fields, serve)}
+	}
+	return []jsonhttp.Route{
+		get("/health", s.health),
+		get("/ready", s.ready),
+		get("/workers", s.workers),
+		get("/dump", s.dump),
+		get("/peers", s.listPeers),
+		post("/register", registerBody, s.register),
+		post("/unregister", unregisterBody, s.unregister),
+		post("/query", queryBody, s.query),
+		post("/query_by_hash", hashesBody, s.queryByHash),
+		post("/register_peer", peerBody, s.registerPeer),
+		post("/deregister_peer", peerBody, s.deregisterPeer),
+		// For what rotates the original's access log; we have no file of our own.
+		{Method: http.MethodPost, Path: "/reopen_logs", Public: true, Serve: s.health},
+	}
 }
 
 func (s *Server) health(w http.ResponseWriter, _ *http.Request) *httperr.Error {
@@ -55,11 +60,6 @@ func (s *Server) ready(w http.ResponseWriter, _ *http.Request) *httperr.Error {
 	return nil
 }
 
-func (s *Server) scrape(w http.ResponseWriter, r *http.Request) *httperr.Error {
-	s.page.ServeHTTP(w, r)
-	return nil
-}
-
 func (s *Server) register(x *exchange) (int, *httperr.Error) {
 	return http.StatusCreated, s.registry.register(&x.request)
 }
@@ -67,9 +67,6 @@ func (s *Server) register(x *exchange) (int, *httperr.Error) {
 func (s *Server) unregister(x *exchange) (int, *httperr.Error) {
 	return http.StatusOK, s.registry.unregister(&x.request)
 }
-
-// reopenLogs is for what rotates the original's access log. We have no file of our own.
-func (s *Server) reopenLogs(*exchange) (int, *httperr.Error) { return http.StatusOK, nil }
 
 // workers lists workers by ID, with how listening to their ranks fares.
 func (s *Server) workers(w http.ResponseWriter, r *http.Request) *httperr.Error {

@@ -6,15 +6,12 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"maps"
 	"net"
 	"net/http"
 	"slices"
 	"sync"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"spillway/httperr"
 	"spillway/jsonhttp"
@@ -55,17 +52,15 @@ type Server struct {
 	log      *slog.Logger
 	registry *registry
 	peers    peers
-	metrics  *jsonhttp.Metrics
-	page     http.Handler
+	routes   *jsonhttp.Routes
 }
 
 // New returns a server without workers. cfg must be valid. Nothing runs yet; metrics are registered
 // with reg, which /metrics serves.
 func New(cfg Config, partitions *kvindex.Partitions, reg *prometheus.Registry, log *slog.Logger) *Server {
-	return &Server{
-		cfg: cfg, log: log, registry: newRegistry(partitions), page: promhttp.HandlerFor(reg, promhttp.HandlerOpts{}),
-		metrics: jsonhttp.NewMetrics(reg, "spillway_indexer", slices.Sorted(maps.Keys(routes))),
-	}
+	s := &Server{cfg: cfg, log: log, registry: newRegistry(partitions)}
+	s.routes = jsonhttp.NewRoutes("spillway_indexer", "", s.table(), reg, log)
+	return s
 }
 
 // Join hands in the listeners, and registers the workers of the settings. It is called once,
@@ -100,15 +95,13 @@ func (s *Server) Run(ctx context.Context, ln net.Listener) error {
 
 // exchange is what one request needs; it is used again for others.
 type exchange struct {
+	jsonhttp.Exchange
 	request
-	body    []byte
-	out     []byte // the answer, if there is more to say than ok
 	locals  []uint64
 	matches kvindex.Matches
-	d       jsonhttp.Decoder
 }
 
-var exchanges = sync.Pool{New: func() any { return &exchange{body: make([]byte, 0, 4096)} }}
+var exchanges = sync.Pool{New: func() any { return new(exchange) }}
 
 func take() *exchange { return exchanges.Get().(*exchange) }
 
@@ -116,68 +109,28 @@ func take() *exchange { return exchanges.Get().(*exchange) }
 const maxKept = 1 << 20
 
 func (x *exchange) put() {
-	if cap(x.body) > maxKept || cap(x.tokens) > maxKept/4 || cap(x.hashes) > maxKept/8 || cap(x.out) > maxKept || cap(x.locals) > maxKept/8 {
+	if !x.Clear(maxKept) || cap(x.tokens) > maxKept/4 || cap(x.hashes) > maxKept/8 || cap(x.locals) > maxKept/8 {
 		return
 	}
-	x.request, x.out = request{tokens: x.tokens[:0], hashes: x.hashes[:0]}, x.out[:0]
-	x.d.Reset(nil)
+	x.request = request{tokens: x.tokens[:0], hashes: x.hashes[:0]}
 	exchanges.Put(x)
 }
 
-// ServeHTTP finds the route of a request by its exact path, and answers.
-func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	start := time.Now()
-	path := r.URL.Path
-	rt, known := routes[path]
-	if r.URL.RawPath != "" {
-		known = false // an escape where none is needed makes another path
-	}
-	if !known {
-		path = ""
-	}
-	told := jsonhttp.Tell(w)
-	if failed := s.serve(told, r, rt, known); failed != nil {
-		jsonhttp.Send(told, failed.Status, jsonhttp.AppendError(nil, failed))
-		if failed.Status >= 500 && failed != errNotReady {
-			s.log.Error("request failed", "path", path, "err", failed)
-		}
-	}
-	s.metrics.Answered(path, told.Status, time.Since(start))
-}
+// ServeHTTP implements http.Handler.
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) { s.routes.ServeHTTP(w, r) }
 
-func (s *Server) serve(w http.ResponseWriter, r *http.Request, rt route, known bool) *httperr.Error {
-	if !known {
-		return jsonhttp.UnknownRoute(r)
-	}
-	if failed := jsonhttp.CheckMethod(w, r, rt.get != nil); failed != nil {
+// post makes a handler of one that gets a body with these fields.
+func (s *Server) post(fields []field, serve func(x *exchange) (int, *httperr.Error)) handler {
+	return func(w http.ResponseWriter, r *http.Request) *httperr.Error {
+		x := take()
+		defer x.put()
+		if failed := jsonhttp.ReadObject(&x.Exchange, r, maxBody, fields, &x.request); failed != nil {
+			return failed
+		}
+		status, failed := serve(x)
+		if failed == nil {
+			x.Answer(w, status)
+		}
 		return failed
 	}
-	if rt.get != nil {
-		return rt.get(s, w, r)
-	}
-	x := take()
-	defer x.put()
-	if rt.body != nil {
-		if failed := jsonhttp.CheckType(r); failed != nil {
-			return failed
-		}
-		var failed *httperr.Error
-		if x.body, failed = jsonhttp.ReadBody(x.body, r, maxBody); failed != nil {
-			return failed
-		}
-		x.d.Reset(x.body)
-		if failed := jsonhttp.Object(&x.d, rt.body, &x.request); failed != nil {
-			return failed
-		}
-	}
-	status, failed := rt.post(s, x)
-	if failed != nil {
-		return failed
-	}
-	if len(x.out) > 0 {
-		jsonhttp.Send(w, status, x.out)
-	} else {
-		jsonhttp.Send(w, status, jsonhttp.OK)
-	}
-	return nil
 }

@@ -1,21 +1,12 @@
 package service
 
 import (
-	"maps"
-	"slices"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"spillway/jsonhttp"
 	"spillway/tracker"
 )
-
-func newMetrics(reg prometheus.Registerer, g *registry) *jsonhttp.Metrics {
-	m := jsonhttp.NewMetrics(reg, "spillway_tracker", slices.Sorted(maps.Keys(routes)))
-	reg.MustRegister(books{g})
-	return m
-}
 
 // books reads the registry at scrape time: sums by partition, since a series for each of
 // thousands of ranks would cost more than /loads does.

@@ -15,30 +15,33 @@ import (
 	"spillway/worker"
 )
 
-// route is one path, which has one method.
-type route struct {
-	get    func(s *Server, w http.ResponseWriter, r *http.Request) *httperr.Error                 // or nil
-	post   func(s *Server, ctx context.Context, x *exchange, now time.Time) (int, *httperr.Error) // or nil
-	body   []field                                                                                // of post
-	public bool                                                                                   // no token is asked for
-}
+// handler answers one request.
+type handler = func(w http.ResponseWriter, r *http.Request) *httperr.Error
 
-var routes = map[string]route{
-	"/health":           {get: (*Server).health, public: true},
-	"/ready":            {get: (*Server).ready, public: true},
-	"/metrics":          {get: (*Server).scrape, public: true},
-	"/workers":          {get: (*Server).workers},
-	"/loads":            {get: (*Server).loads},
-	"/peers":            {get: (*Server).peers},
-	"/register":         {post: (*Server).register, body: registerBody},
-	"/unregister":       {post: (*Server).unregister, body: unregisterBody},
-	"/add":              {post: (*Server).add, body: addBody},
-	"/prefill_complete": {post: (*Server).prefillComplete, body: namedBody},
-	"/output_block":     {post: (*Server).outputBlock, body: outputBody},
-	"/free":             {post: (*Server).free, body: namedBody},
-	"/potential_loads":  {post: (*Server).potentialLoads, body: potentialBody},
-	"/register_peer":    {post: (*Server).registerPeer, body: peerBody},
-	"/deregister_peer":  {post: (*Server).deregisterPeer, body: peerBody},
+// table lists the routes.
+func (s *Server) table() []jsonhttp.Route {
+	get := func(path string, public bool, serve handler) jsonhttp.Route {
+		return jsonhttp.Route{Method: http.MethodGet, Path: path, Public: public, Serve: serve}
+	}
+	post := func(path string, fields []field, serve func(context.Context, *exchange, time.Time) (int, *httperr.Error)) jsonhttp.Route {
+		return jsonhttp.Route{Method: http.MethodPost, Path: path, Serve: s.post(fields, serve)}
+	}
+	return []jsonhttp.Route{
+		get("/health", true, s.health),
+		get("/ready", true, s.ready),
+		get("/workers", false, s.workers),
+		get("/loads", false, s.loads),
+		get("/peers", false, s.peers),
+		post("/register", registerBody, s.register),
+		post("/unregister", unregisterBody, s.unregister),
+		post("/add", addBody, s.add),
+		post("/prefill_complete", namedBody, s.prefillComplete),
+		post("/output_block", outputBody, s.outputBlock),
+		post("/free", namedBody, s.free),
+		post("/potential_loads", potentialBody, s.potentialLoads),
+		post("/register_peer", peerBody, s.registerPeer),
+		post("/deregister_peer", peerBody, s.deregisterPeer),
+	}
 }
 
 func (s *Server) health(w http.ResponseWriter, _ *http.Request) *httperr.Error {
@@ -53,11 +56,6 @@ func (s *Server) ready(w http.ResponseWriter, _ *http.Request) *httperr.Error {
 		return httperr.New(http.StatusServiceUnavailable, "the process is about to end")
 	}
 	jsonhttp.Send(w, http.StatusOK, jsonhttp.OK)
-	return nil
-}
-
-func (s *Server) scrape(w http.ResponseWriter, r *http.Request) *httperr.Error {
-	s.page.ServeHTTP(w, r)
 	return nil
 }
 
@@ -138,7 +136,7 @@ func (s *Server) potentialLoads(_ context.Context, x *exchange, now time.Time) (
 		return 0, failed
 	}
 	x.list = p.tracker.Project(x.hashes, now, x.list[:0])
-	b := append(x.out[:0], '[')
+	b := append(x.Out[:0], '[')
 	for i := range x.list {
 		r := &x.list[i]
 		blocks, tokens := r.Potential(x.tokens)
@@ -152,7 +150,7 @@ func (s *Server) potentialLoads(_ context.Context, x *exchange, now time.Time) (
 		b = jsonhttp.AppendUint(b, `,"active_requests":`, r.Requests)
 		b = append(b, '}')
 	}
-	x.out = append(b, ']')
+	x.Out = append(b, ']')
 	return http.StatusOK, nil
 }
 
@@ -190,7 +188,7 @@ func (s *Server) loads(w http.ResponseWriter, r *http.Request) *httperr.Error {
 	}
 	x := take()
 	defer x.put()
-	now, b := s.now(), append(x.out[:0], '[')
+	now, b := s.now(), append(x.Out[:0], '[')
 	for _, p := range s.registry.matching(f) {
 		x.list = p.tracker.Project(nil, now, x.list[:0])
 		slices.SortFunc(x.list, func(a, b tracker.Projection) int {
@@ -208,8 +206,8 @@ func (s *Server) loads(w http.ResponseWriter, r *http.Request) *httperr.Error {
 			b = append(jsonhttp.AppendUint(b, `,"active_decode_blocks":`, r.DecodeBlocks), '}')
 		}
 	}
-	x.out = append(b, ']')
-	jsonhttp.Send(w, http.StatusOK, x.out)
+	x.Out = append(b, ']')
+	jsonhttp.Send(w, http.StatusOK, x.Out)
 	return nil
 }
 

@@ -4,20 +4,16 @@ package service
 
 import (
 	"context"
-	"crypto/sha256"
-	"crypto/subtle"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"spillway/httperr"
 	"spillway/jsonhttp"
@@ -48,9 +44,7 @@ type Server struct {
 	log      *slog.Logger
 	now      func() time.Time
 	registry *registry
-	metrics  *jsonhttp.Metrics
-	page     http.Handler
-	token    [sha256.Size]byte // of the API key
+	routes   *jsonhttp.Routes
 	draining atomic.Bool
 }
 
@@ -60,11 +54,9 @@ func New(cfg Config, reg *prometheus.Registry, log *slog.Logger) (*Server, error
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
-	s := &Server{
-		cfg: cfg, log: log, now: time.Now, registry: newRegistry(cfg), token: sha256.Sum256([]byte(cfg.APIKey)),
-		page: promhttp.HandlerFor(reg, promhttp.HandlerOpts{}),
-	}
-	s.metrics = newMetrics(reg, s.registry)
+	s := &Server{cfg: cfg, log: log, now: time.Now, registry: newRegistry(cfg)}
+	s.routes = jsonhttp.NewRoutes("spillway_tracker", cfg.APIKey, s.table(), reg, log)
+	reg.MustRegister(books{s.registry})
 	return s, nil
 }
 
@@ -135,96 +127,43 @@ func (s *Server) tick(ctx context.Context) {
 
 // exchange is what one request needs; it is used again for others.
 type exchange struct {
+	jsonhttp.Exchange
 	request
-	body []byte
-	out  []byte // the answer, if there is more to say than ok
 	list []tracker.Projection
-	d    jsonhttp.Decoder
 }
 
-var exchanges = sync.Pool{New: func() any { return &exchange{body: make([]byte, 0, 4096)} }}
+var exchanges = sync.Pool{New: func() any { return new(exchange) }}
 
 func take() *exchange { return exchanges.Get().(*exchange) }
 
 // maxKept bounds the memory that an exchange keeps for the next request, in bytes of a part of it.
-const maxKept = 256 << 10
+const maxKept = 1 << 20
 
 func (x *exchange) put() {
 	hashes := x.hashes[:0]
-	if cap(x.body) > maxKept || cap(hashes) > maxKept/8 || cap(x.out) > 4*maxKept {
+	if !x.Clear(maxKept) || cap(hashes) > maxKept/32 {
 		return
 	}
-	x.request, x.out = request{hashes: hashes}, x.out[:0]
-	x.d.Reset(nil)
+	x.request = request{hashes: hashes}
 	exchanges.Put(x)
 }
 
-// ServeHTTP finds the route of a request by its exact path, and answers.
-func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	start := time.Now()
-	path := r.URL.Path
-	rt, known := routes[path]
-	if r.URL.RawPath != "" {
-		known = false // an escape where none is needed makes another path
-	}
-	if !known {
-		path = ""
-	}
-	told := jsonhttp.Tell(w)
-	if failed := s.serve(told, r, rt, known); failed != nil {
-		jsonhttp.Send(told, failed.Status, jsonhttp.AppendError(nil, failed))
-		if failed.Status >= 500 {
-			s.log.Error("request failed", "path", path, "err", failed)
+// ServeHTTP implements http.Handler.
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) { s.routes.ServeHTTP(w, r) }
+
+// post makes a handler of one that gets a body with these fields.
+func (s *Server) post(fields []field, serve func(ctx context.Context, x *exchange, now time.Time) (int, *httperr.Error)) handler {
+	return func(w http.ResponseWriter, r *http.Request) *httperr.Error {
+		x := take()
+		defer x.put()
+		x.tenant = worker.DefaultTenant
+		if failed := jsonhttp.ReadObject(&x.Exchange, r, maxBody, fields, &x.request); failed != nil {
+			return failed
 		}
-	}
-	s.metrics.Answered(path, told.Status, time.Since(start))
-}
-
-func (s *Server) serve(w http.ResponseWriter, r *http.Request, rt route, known bool) *httperr.Error {
-	if !known {
-		return jsonhttp.UnknownRoute(r)
-	}
-	if failed := jsonhttp.CheckMethod(w, r, rt.get != nil); failed != nil {
+		status, failed := serve(r.Context(), x, s.now())
+		if failed == nil {
+			x.Answer(w, status)
+		}
 		return failed
 	}
-	switch {
-	case !rt.public && !s.admits(r):
-		return httperr.New(http.StatusUnauthorized, "the API key is missing or wrong")
-	case rt.get != nil:
-		return rt.get(s, w, r)
-	}
-	if failed := jsonhttp.CheckType(r); failed != nil {
-		return failed
-	}
-	x := take()
-	defer x.put()
-	var failed *httperr.Error
-	if x.body, failed = jsonhttp.ReadBody(x.body, r, maxBody); failed != nil {
-		return failed
-	}
-	x.tenant = worker.DefaultTenant
-	x.d.Reset(x.body)
-	if failed := jsonhttp.Object(&x.d, rt.body, &x.request); failed != nil {
-		return failed
-	}
-	status, failed := rt.post(s, r.Context(), x, s.now())
-	if failed != nil {
-		return failed
-	}
-	if len(x.out) > 0 {
-		jsonhttp.Send(w, status, x.out)
-	} else {
-		jsonhttp.Send(w, status, jsonhttp.OK)
-	}
-	return nil
-}
-
-// admits tells whether a request has the API key, if one is set.
-func (s *Server) admits(r *http.Request) bool {
-	if s.cfg.APIKey == "" {
-		return true
-	}
-	scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " ")
-	sum := sha256.Sum256([]byte(strings.TrimSpace(token)))
-	return strings.EqualFold(scheme, "Bearer") && subtle.ConstantTimeCompare(sum[:], s.token[:]) == 1
 }
