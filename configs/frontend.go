@@ -31,6 +31,9 @@ func DefaultServing() Serving {
 
 // Validate returns all findings, each beginning with its key.
 func (c Serving) Validate() error {
+	if c.Router.Resolved().Mode == router.KV {
+		return errors.New("router-mode: the front end does not serve mode kv yet")
+	}
 	return errors.Join(c.Proxy.Validate(), c.Busy.Validate(), c.Router.Validate(), c.Monitor.Validate(), c.Log.Validate())
 }
 

@@ -45,8 +45,9 @@ func TestFrontendSettings(t *testing.T) {
 	}{
 		{"DYN threshold", []string{"DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD=1.5"}, nil,
 			"active-decode-blocks-threshold: 1.5 is not within 0..1 (from variable DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD)"},
+		{"mode kv", nil, []string{"--load-aware"}, "router-mode: the front end does not serve mode kv yet (from default)"},
 		{"router mode", nil, []string{"--router-mode=fastest"},
-			`router-mode: "fastest" is none of round-robin, random, power-of-two, least-loaded, direct (from flag --router-mode)`},
+			`router-mode: "fastest" is none of round-robin, random, power-of-two, least-loaded, direct, kv (from flag --router-mode)`},
 		{"busy-threshold is only warned about", []string{"SPILLWAY_BUSY_THRESHOLD=0.9"}, nil, ""},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

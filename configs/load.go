@@ -142,8 +142,12 @@ func (l *loader) ourVariables(values map[string]any) {
 
 func (l *loader) dynVariables(values map[string]any) {
 	for _, s := range l.settings { // an unknown DYN_* is not ours
-		text, ok := values[s.dyn].(string)
+		text, ok := l.dynText(s, s.dyn, values)
 		source := "variable " + s.dyn
+		if !ok && s.older != "" {
+			text, ok = l.dynText(s, s.older, values)
+			source = "variable " + s.older
+		}
 		if s.dynIf != "" {
 			gate, _ := values[s.dynIf].(string)
 			on, err := parseBool(gate)
@@ -181,6 +185,23 @@ func (l *loader) dynVariables(values map[string]any) {
 		}
 		l.set(s.key, source, value)
 	}
+}
+
+// dynText is what a DYN_ variable says, false if it is not set. For a setting of which unreadable
+// values do not count, those are as good as none.
+func (l *loader) dynText(s setting, name string, values map[string]any) (string, bool) {
+	text, ok := values[name].(string)
+	if !ok || s.bad != "unreadable" {
+		return text, ok
+	}
+	if strings.TrimSpace(text) == "" {
+		return "", false
+	}
+	if err := assign(reflect.New(s.typ).Elem(), text); err != nil {
+		l.warnings = append(l.warnings, (&Error{Key: s.key, Source: "variable " + name, Err: err}).Error()+": ignored")
+		return "", false
+	}
+	return text, true
 }
 
 func (l *loader) flags(flags *pflag.FlagSet) {

@@ -25,14 +25,16 @@ type limits struct {
 }
 
 type command struct {
-	Limits  limits `koanf:",squash"`
-	Port    int    `koanf:"port" dyn:"DYN_PORT" usage:"port"`
-	Name    string `koanf:"name" usage:"name"`
-	On      bool   `koanf:"on" dyn:"DYN_ON" usage:"switch"`
-	Seed    uint64 `koanf:"seed" usage:"seed"`
-	Status  int    `koanf:"status" dyn:"DYN_STATUS" bad:"dyn" usage:"status"`
-	Level   string `koanf:"level" dyn:"DYN_LEVEL" bad:"dyn" usage:"level"`
-	Form    string `koanf:"form" dyn:"DYN_JSON" dynbool:"json" usage:"form"`
+	Limits  limits  `koanf:",squash"`
+	Port    int     `koanf:"port" dyn:"DYN_PORT" usage:"port"`
+	Name    string  `koanf:"name" usage:"name"`
+	On      bool    `koanf:"on" dyn:"DYN_ON" usage:"switch"`
+	Seed    uint64  `koanf:"seed" usage:"seed"`
+	Status  int     `koanf:"status" dyn:"DYN_STATUS" bad:"dyn" usage:"status"`
+	Level   string  `koanf:"level" dyn:"DYN_LEVEL" bad:"dyn" usage:"level"`
+	Credit  float64 `koanf:"credit" dyn:"DYN_CREDIT,DYN_OLD_CREDIT" bad:"unreadable" usage:"credit"`
+	Events  bool    `koanf:"events" dyn:"DYN_EVENTS,DYN_OLD_EVENTS" bad:"unreadable" usage:"events"`
+	Form    string  `koanf:"form" dyn:"DYN_JSON" dynbool:"json" usage:"form"`
 	Ratio   float64
 	URLs    []string        `koanf:"urls" usage:"addresses"`
 	Peers   []string        `koanf:"peers" list:"exact" usage:"addresses"`
@@ -51,6 +53,9 @@ func (c command) Validate() error {
 	}
 	if c.Status < 200 {
 		errs = append(errs, fmt.Errorf("status: %d is no final status", c.Status))
+	}
+	if c.Credit < 0 {
+		errs = append(errs, fmt.Errorf("credit: %v is below 0", c.Credit))
 	}
 	if c.Level != "info" && c.Level != "debug" {
 		errs = append(errs, fmt.Errorf("level: %q is unknown", c.Level))
@@ -254,6 +259,7 @@ func TestWarnings(t *testing.T) {
 		{"deprecated variable", "", []string{"SPILLWAY_ADMISSION_CONTROL=none"}, nil, "admission-control: ignored: set the thresholds instead (from variable SPILLWAY_ADMISSION_CONTROL)"},
 		{"deprecated key", "admission-control: none", nil, nil, "admission-control: ignored: set the thresholds instead (from file s.yaml)"},
 		{"bad DYN_ of a lenient key", "", []string{"DYN_STATUS=busy"}, nil, `status: "busy" is not a whole number (from variable DYN_STATUS): using the default`},
+		{"bad DYN_ of a key of which those do not count", "", []string{"DYN_CREDIT=much", "DYN_EVENTS= "}, nil, `credit: "much" is not a number (from variable DYN_CREDIT): ignored`},
 		{"so does one that Validate refuses", "", []string{"DYN_LEVEL=info,x=debug"}, nil, `level: "info,x=debug" is unknown (from variable DYN_LEVEL): using the default`},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

@@ -17,11 +17,12 @@ type setting struct {
 	index    []int  // of the field, for reflect's FieldByIndex
 	usage    string // for --help
 	dyn      string // documented DYN_ variable, or ""
+	older    string // another one that means the same, which counts where dyn is not set or cannot be read, or ""
 	dynBool  string // if not "", dyn is a boolean, and true means this value
 	dynUnit  string // "s": dyn takes bare seconds though its name does not say so
 	dynIf    string // if not "", a boolean variable without which dyn does not count
 	dynElse  string // what dyn counts as if dynIf is true and dyn is not set
-	bad      string // "dyn": a bad value of dyn means the default, with a warning
+	bad      string // "dyn": a bad value of dyn means the default, with a warning; "unreadable": one of the wrong kind, or empty, does not count
 	fileOnly bool   // has neither flag nor variable
 	exact    bool   // a list whose entries count as they are, empty ones too
 	typ      reflect.Type
@@ -49,7 +50,7 @@ func settingsOf(config any) settings {
 	all := fieldsOf(reflect.TypeOf(config).Elem(), nil)
 	seen := map[string]bool{}
 	for _, s := range all {
-		for _, name := range []string{s.key, s.dyn} {
+		for _, name := range []string{s.key, s.dyn, s.older} {
 			if name != "" && seen[name] {
 				panic(fmt.Sprintf("configs: %T: two settings are called %s", config, name))
 			}
@@ -73,9 +74,10 @@ func fieldsOf(t reflect.Type, at []int) settings {
 			all = append(all, fieldsOf(f.Type, index)...)
 		case key == "" || key == "-":
 		default:
+			dyn, older, _ := strings.Cut(f.Tag.Get("dyn"), ",")
 			all = append(all, setting{
 				key: key, index: index, typ: f.Type,
-				usage: f.Tag.Get("usage"), dyn: f.Tag.Get("dyn"), dynBool: f.Tag.Get("dynbool"),
+				usage: f.Tag.Get("usage"), dyn: dyn, older: older, dynBool: f.Tag.Get("dynbool"),
 				dynUnit: f.Tag.Get("dynunit"), dynIf: f.Tag.Get("dynif"), dynElse: f.Tag.Get("dynelse"),
 				bad: f.Tag.Get("bad"), fileOnly: f.Tag.Get("only") == "file", exact: f.Tag.Get("list") == "exact",
 			})
@@ -97,6 +99,9 @@ func Flags(fs *pflag.FlagSet, def any) {
 		usage := s.usage
 		if s.dyn != "" {
 			usage += " [" + s.dyn + "]"
+		}
+		if s.older != "" {
+			usage += " [" + s.older + "]"
 		}
 		value := &typedFlag{text: format(v.Elem().FieldByIndex(s.index)), kind: kindName(s.typ), list: isList(s.typ)}
 		f := fs.VarPF(value, s.key, "", usage)

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"spillway/busy"
+	"spillway/kvindex"
 	"spillway/tracker"
 	"spillway/worker"
 )
@@ -24,6 +25,7 @@ var (
 	ErrPinMissing   = errors.New("direct mode serves pinned requests only")
 	ErrPinUnknown   = errors.New("the pinned worker or rank does not serve the model")
 	ErrPinBusy      = errors.New("the pinned worker is busy")
+	ErrPinForbidden = errors.New("the pinned worker is not among those that the request allows")
 )
 
 // Partition decides for one (model, tenant), one request at a time. It is safe for concurrent use.
@@ -32,6 +34,7 @@ type Partition struct {
 	Busy    *busy.List       // thresholds, reports and verdicts
 	Tracker *tracker.Tracker // what the ranks have been promised
 	mode    Mode
+	cost    CostConfig
 	places  *places      // of the model
 	waiting atomic.Int64 // queue.n, for those who do not hold mu
 
@@ -61,6 +64,29 @@ type Query struct {
 	Exclude      []worker.ID      // workers that failed this request already
 	Worker       *worker.ID       // pin to a worker, or nil
 	DP           *uint32          // pin to a rank, or nil
+	Allowed      []worker.ID      // allow-list in any order, nil for all, empty for nobody
+	Taints       []string         // which the worker must carry, all of them
+
+	// The rest matters in KV mode alone. Hashing and the query of the index are the caller's to do
+	// before, outside of any lock. What is pointed to must stay as it is while the request waits.
+
+	BlockSize      uint32           // tokens per block of SequenceHashes and Overlaps; 0 is 16
+	SequenceHashes []uint64         // of the prompt's complete blocks; not kept once the request is placed
+	PrivateBlocks  uint64           // further blocks of the prompt, shared with no other request
+	Overlaps       *kvindex.Matches // what ranks have of the prompt, or nil
+	Shared         []Span           // of the prompt's blocks, in a cache that all workers read
+	Preferred      []Preference     // taints that make a worker cheaper or dearer
+	Override       *Override        // valid, or nil
+	Expires        bool             // the booking does, by CostConfig.ActiveRequestExpirySecs
+	NoBooking      bool             // only tell: nothing is booked
+	Explain        *[]Terms         // gets the terms of all candidates, by worker and rank, or nil
+}
+
+// Preference is a taint and by how much workers that carry it are preferred: costs are multiplied
+// by exp(-tanh(sum of weights)). A negative weight repels.
+type Preference struct {
+	Taint  string
+	Weight float32
 }
 
 func (q *Query) pinned() bool { return q.Worker != nil || q.DP != nil }
@@ -74,6 +100,14 @@ type Selection struct {
 
 	Booked       worker.Rank // where it is booked: Rank, but for a client's choice of one where the engine picks
 	DecodeBlocks uint64      // KV blocks that are booked for the prompt
+
+	// Of KV mode, as the decision saw the rank.
+
+	EffectivePrefillTokens uint64  // of the prompt, still to be computed; this is booked, if prefill is tracked
+	CachedTokens           uint64  // the rest of the prompt, and beyond it if more is cached
+	OverlapBlocks          float64 // cached blocks, those of lower tiers by their weight
+	PotentialBlocks        uint64  // that the rank holds with the prompt
+	TracksPrefill          bool    // whether prefill is tracked for this request
 }
 
 // Select picks a rank and books the request on it, in one step. It returns one of the errors
@@ -304,6 +338,16 @@ func (p *Partition) Free(id string, now time.Time) (worker.Rank, bool) {
 		p.Busy.Refresh(rank.Worker, now)
 	}
 	return rank, ok
+}
+
+// Reserve books r on the rank that it names, whatever the load and without a decision. It returns
+// the errors of tracker.Reserve.
+func (p *Partition) Reserve(r tracker.Reservation, now time.Time) error {
+	err := p.Tracker.Reserve(r, tracker.NoLimit, now)
+	if err == nil {
+		p.Busy.Refresh(r.Rank.Worker, now)
+	}
+	return err
 }
 
 // Expire frees what was learned from other processes too long ago. It is called now and then.

@@ -30,6 +30,8 @@ type Order struct {
 	Tenant         string // who takes turns with others; "" is one too
 	StrictPriority uint32
 	Priority       int32
+	PriorityJump   float64   // KV mode: seconds that it goes ahead in fcfs, weight in wspt; below 0 counts as 0
+	Class          string    // KV mode: what the client asks for, a policy class or family; "" is nothing
 	Objective      time.Time // when its first token should be there; zero is none, and comes last
 	Deadline       time.Time // when waiting ends in vain; zero is never
 }

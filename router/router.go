@@ -3,6 +3,7 @@
 package router
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"sync"
@@ -24,31 +25,50 @@ const (
 	PowerOfTwo  Mode = "power-of-two" // the less loaded of two random workers
 	LeastLoaded Mode = "least-loaded"
 	Direct      Mode = "direct" // serves pinned requests only
+	KV          Mode = "kv"     // the rank with the lowest cost of CostConfig
 )
 
 // Config is what an operator sets.
 type Config struct {
-	Mode              Mode `koanf:"router-mode" dyn:"DYN_ROUTER_MODE" usage:"how a worker is picked: round-robin, random, power-of-two, least-loaded or direct"`
+	Mode              Mode `koanf:"router-mode" dyn:"DYN_ROUTER_MODE" usage:"how a worker is picked: round-robin, random, power-of-two, least-loaded, direct or kv"`
 	TrackOutputBlocks bool `koanf:"router-track-output-blocks" dyn:"DYN_ROUTER_TRACK_OUTPUT_BLOCKS" usage:"book KV blocks for generated tokens too, not only for prompts"`
 	QueueSize         int  `koanf:"queue-size" usage:"requests of a model that may wait while all its workers are busy; 0 refuses them at once"`
+
+	Cost CostConfig `koanf:",squash"`
 }
 
 // maxQueueSize bounds what one look at a queue may cost.
 const maxQueueSize = 65536
 
 // DefaultConfig is round-robin with output blocks tracked.
-func DefaultConfig() Config { return Config{Mode: RoundRobin, TrackOutputBlocks: true} }
+func DefaultConfig() Config {
+	return Config{Mode: RoundRobin, TrackOutputBlocks: true, Cost: DefaultCostConfig()}
+}
 
-// Validate tells whether the mode exists and the queue is not too long.
+// Resolved is the Config with what its presets stand for. Output is not tracked without prompts.
+func (c Config) Resolved() Config {
+	if c.Cost.LoadAware {
+		c.Mode = KV
+		c.Cost.OverlapScoreCredit, c.Cost.OverlapScoreWeight = 0, nil
+		c.Cost.UseKVEvents, c.Cost.AssumeKVReuse = false, false
+		c.Cost.TrackActiveBlocks, c.Cost.TrackPrefillTokens = true, true
+	}
+	c.TrackOutputBlocks = c.TrackOutputBlocks && c.Cost.TrackActiveBlocks
+	return c
+}
+
+// Validate returns all findings, each beginning with its key.
 func (c Config) Validate() error {
+	errs := []error{c.Cost.Validate()}
 	if c.QueueSize < 0 || c.QueueSize > maxQueueSize {
-		return fmt.Errorf("queue-size: %d is not within 0..%d", c.QueueSize, maxQueueSize)
+		errs = append(errs, fmt.Errorf("queue-size: %d is not within 0..%d", c.QueueSize, maxQueueSize))
 	}
 	switch c.Mode {
-	case RoundRobin, Random, PowerOfTwo, LeastLoaded, Direct:
-		return nil
+	case RoundRobin, Random, PowerOfTwo, LeastLoaded, Direct, KV:
+	default:
+		errs = append(errs, fmt.Errorf("router-mode: %q is none of round-robin, random, power-of-two, least-loaded, direct, kv", c.Mode))
 	}
-	return fmt.Errorf("router-mode: %q is none of round-robin, random, power-of-two, least-loaded, direct", c.Mode)
+	return errors.Join(errs...)
 }
 
 // Router holds the partitions and decides within them. It is safe for concurrent use.
@@ -72,7 +92,7 @@ type view struct {
 // New returns a router that knows the models of catalog and, until Register, no worker. rng
 // breaks ties; it belongs to the router from now on.
 func New(cfg Config, busyCfg busy.Config, catalog *worker.Catalog, rng *rand.Rand) *Router {
-	r := &Router{cfg: cfg, busyCfg: busyCfg, rng: rng, thresholds: map[string]busy.Thresholds{}, places: map[string]*places{}}
+	r := &Router{cfg: cfg.Resolved(), busyCfg: busyCfg, rng: rng, thresholds: map[string]busy.Thresholds{}, places: map[string]*places{}}
 	r.view.Store(&view{catalog: catalog, partitions: map[worker.Partition]*Partition{}})
 	return r
 }
@@ -130,13 +150,17 @@ func (r *Router) publishLocked(catalog *worker.Catalog, added *Partition) {
 }
 
 func (r *Router) newPartitionLocked(key worker.Partition, now time.Time) *Partition {
-	books := tracker.New(tracker.DefaultConfig())
+	expiry := tracker.DefaultConfig()
+	if secs := r.cfg.Cost.ActiveRequestExpirySecs; secs > 0 {
+		expiry.ExpireAfter = time.Duration(secs) * time.Second
+	}
+	books := tracker.New(expiry)
 	if r.places[key.Model] == nil {
 		r.places[key.Model] = &places{limit: r.cfg.QueueSize}
 	}
 	p := &Partition{
 		Key: key, Busy: busy.New(r.busyCfg, books), Tracker: books, places: r.places[key.Model],
-		mode: r.cfg.Mode, rng: rand.New(rand.NewPCG(r.rng.Uint64(), r.rng.Uint64())),
+		mode: r.cfg.Mode, cost: r.cfg.Cost, rng: rand.New(rand.NewPCG(r.rng.Uint64(), r.rng.Uint64())),
 	}
 	p.Busy.SetThresholds(r.thresholdsLocked(key.Model), now)
 	return p

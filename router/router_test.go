@@ -17,13 +17,15 @@ func TestConfigValidate(t *testing.T) {
 	if err := router.DefaultConfig().Validate(); err != nil {
 		t.Errorf("DefaultConfig().Validate() = %v", err)
 	}
-	for _, mode := range allModes {
-		if err := (router.Config{Mode: mode}).Validate(); err != nil {
-			t.Errorf("Validate(%s) = %v", mode, err)
+	cfg := router.DefaultConfig()
+	for _, mode := range append(slices.Clone(allModes), router.KV) {
+		if cfg.Mode = mode; cfg.Validate() != nil {
+			t.Errorf("Validate(%s) = %v", mode, cfg.Validate())
 		}
 	}
-	for _, mode := range []router.Mode{"", "kv", "Random"} {
-		err := router.Config{Mode: mode}.Validate()
+	for _, mode := range []router.Mode{"", "KV", "Random"} {
+		cfg.Mode = mode
+		err := cfg.Validate()
 		if want := `router-mode: "` + string(mode) + `"`; err == nil || len(err.Error()) < len(want) || err.Error()[:len(want)] != want {
 			t.Errorf("Validate(%q) = %v, want it to begin with %s", mode, err, want)
 		}

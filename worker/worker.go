@@ -67,7 +67,8 @@ type Worker struct {
 	BlockSize           uint32      `koanf:"block_size"`      // tokens per block; overrides what is scraped
 	MaxNumBatchedTokens uint64      `koanf:"max_num_batched_tokens"`
 	MaxConcurrency      uint32      `koanf:"max_concurrency"`
-	MaxModelLen         uint64      `koanf:"-"` // tokens; learnt from the worker's /v1/models
+	Taints              []string    `koanf:"taints"` // labels that requests can require or prefer
+	MaxModelLen         uint64      `koanf:"-"`      // tokens; learnt from the worker's /v1/models
 }
 
 // Normalize fills what was left out (ID, Name, Tenant, Engine, RankRouting) and checks the
