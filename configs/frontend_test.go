@@ -1,6 +1,8 @@
 package configs_test
 
 import (
+	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/spf13/pflag"
@@ -48,6 +50,9 @@ func TestFrontendSettings(t *testing.T) {
 		{"mode kv", nil, []string{"--load-aware"}, "router-mode: the front end does not serve mode kv yet (from default)"},
 		{"router mode", nil, []string{"--router-mode=fastest"},
 			`router-mode: "fastest" is none of round-robin, random, power-of-two, least-loaded, direct, kv (from flag --router-mode)`},
+		{"no number in a DYN variable", []string{"DYN_ROUTER_QUEUE_THRESHOLD=much"}, nil, ""},
+		{"a number out of range", []string{"DYN_ROUTER_QUEUE_THRESHOLD=-1"}, nil,
+			"router-queue-threshold: -1 is not a number of at least 0 (from variable DYN_ROUTER_QUEUE_THRESHOLD)"},
 		{"busy-threshold is only warned about", []string{"SPILLWAY_BUSY_THRESHOLD=0.9"}, nil, ""},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -65,6 +70,35 @@ func TestFrontendSettings(t *testing.T) {
 				t.Errorf("Load(%q, %q): %s\nwant %s", tt.env, tt.args, got, tt.want)
 			}
 		})
+	}
+}
+
+// TestPolicyFile: what is wrong with the file that a setting names is told with the setting.
+func TestPolicyFile(t *testing.T) {
+	dir := t.TempDir()
+	good, bad := filepath.Join(dir, "good"), filepath.Join(dir, "bad")
+	for path, text := range map[string]string{good: "worker_selection: {}", bad: "models: {}"} {
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const from = " (from variable DYN_ROUTER_POLICY_CONFIG)"
+	for path, want := range map[string]string{
+		good: "", "": "",
+		bad:                        "router-policy-config: " + bad + ": holds neither a profile nor worker_selection" + from,
+		filepath.Join(dir, "none"): "router-policy-config: open " + filepath.Join(dir, "none") + ": no such file or directory" + from,
+	} {
+		got := ""
+		cfg, _, err := configs.Load(configs.DefaultFrontend(), "", func() []string { return []string{"DYN_ROUTER_POLICY_CONFIG=" + path} }, nil)
+		if err != nil {
+			got = err.Error()
+		}
+		if got != want {
+			t.Errorf("Load with policy file %q: %s\nwant %s", path, got, want)
+		}
+		if read := cfg.Serving.Router.Queue.Policies != nil; read != (path == good) {
+			t.Errorf("Load with policy file %q: read = %v", path, read)
+		}
 	}
 }
 

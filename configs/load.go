@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"reflect"
 	"strings"
 
@@ -35,6 +36,26 @@ type Validator interface{ Validate() error }
 //
 // which names keys that are accepted and ignored, and what to tell those who still set them.
 type deprecating interface{ Deprecated() map[string]string }
+
+// A part of a Config that is squashed may also have the method ReadFiles, to read the files that
+// its settings name. Its errors are like those of Validate.
+type fileReading interface {
+	ReadFiles(read func(path string) ([]byte, error)) error
+}
+
+// readFiles has all parts of a Config that name files read them.
+func readFiles(config reflect.Value) error {
+	var errs []error
+	if part, ok := config.Addr().Interface().(fileReading); ok {
+		errs = append(errs, part.ReadFiles(os.ReadFile))
+	}
+	for i := range config.NumField() {
+		if config.Type().Field(i).Tag.Get("koanf") == ",squash" {
+			errs = append(errs, readFiles(config.Field(i)))
+		}
+	}
+	return errors.Join(errs...)
+}
 
 // Error is one bad setting. Its text is one line that names the key and where it was set.
 type Error struct {
@@ -77,7 +98,7 @@ func Load[C Validator](def C, path string, environ func() []string, flags *pflag
 	l.ourVariables(ours)
 	l.flags(flags)
 	if len(l.errs) == 0 {
-		l.check(func() error { return cfg.Validate() })
+		l.check(func() error { return errors.Join(readFiles(l.target), cfg.Validate()) })
 	}
 	if err := errors.Join(l.errs...); err != nil {
 		return def, l.warnings, err

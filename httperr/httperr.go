@@ -176,6 +176,7 @@ func From(err error, model string, overload int) *Error {
 	var e *Error
 	var he *echo.HTTPError
 	var full *router.QueueFullError
+	var class *router.ClassLimitError
 	switch {
 	case errors.As(err, &e):
 		return e
@@ -184,7 +185,9 @@ func From(err error, model string, overload int) *Error {
 	case errors.Is(err, router.ErrPinBusy):
 		return &Error{Status: overload, Cause: Overload, Reason: OverloadedPinned, Message: PinnedBusyMessage}
 	case errors.As(err, &full):
-		return &Error{Status: overload, Cause: Overload, Reason: QueueFull, Message: BusyMessage, Details: limitDetails{"requests", full.Current, full.Limit}}
+		return &Error{Status: overload, Cause: Overload, Reason: QueueFull, Message: BusyMessage, Details: limitDetails{Kind: string(router.LimitRequests), Current: uint64(full.Current), Limit: uint64(full.Limit)}}
+	case errors.As(err, &class):
+		return &Error{Status: overload, Cause: Overload, Reason: QueueFull, Message: BusyMessage, Details: limitDetails{class.Class, string(class.Kind), class.Current, class.Limit}}
 	case errors.Is(err, router.ErrQueueTimeout):
 		return &Error{Status: overload, Cause: Overload, Reason: QueueTimeout, Message: BusyMessage}
 	case errors.Is(err, router.ErrUnknownModel):
@@ -206,9 +209,10 @@ func From(err error, model string, overload int) *Error {
 // limitDetails are the details of a refusal because a limit is reached, in the order that Dynamo
 // has them.
 type limitDetails struct {
+	Class   string `json:"policy_class,omitempty"`
 	Kind    string `json:"limit_kind"`
-	Current int    `json:"current"`
-	Limit   int    `json:"limit"`
+	Current uint64 `json:"current"`
+	Limit   uint64 `json:"limit"`
 }
 
 func unavailable(model string) string {

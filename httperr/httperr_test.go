@@ -2,6 +2,7 @@ package httperr_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -171,5 +172,27 @@ func TestErrorText(t *testing.T) {
 		if got := tt.e.Error(); got != tt.want {
 			t.Errorf("Error() = %q, want %q", got, tt.want)
 		}
+	}
+}
+
+// TestLimitDetails: who is refused because of a limit is told of it, in the order that Dynamo has.
+func TestLimitDetails(t *testing.T) {
+	for _, tt := range []struct {
+		err  error
+		want string
+	}{
+		{&router.QueueFullError{Current: 3, Limit: 3}, `{"limit_kind":"requests","current":3,"limit":3}`},
+		{&router.ClassLimitError{Class: "latency", Kind: router.LimitISLTokens, Current: 7, Limit: 5},
+			`{"policy_class":"latency","limit_kind":"raw_isl_tokens","current":7,"limit":5}`},
+	} {
+		e := httperr.From(fmt.Errorf("wrapped: %w", tt.err), "m", 503)
+		got, err := json.Marshal(e.Details)
+		if err != nil || string(got) != tt.want || e.Reason != httperr.QueueFull || e.Cause != httperr.Overload || e.Message != httperr.BusyMessage {
+			t.Errorf("From(%v) = %+v with details %s, want %s", tt.err, e, got, tt.want)
+		}
+	}
+	const want = `router policy class "latency" queue raw_isl_tokens limit reached (current=7, limit=5)`
+	if got := (&router.ClassLimitError{Class: "latency", Kind: router.LimitISLTokens, Current: 7, Limit: 5}).Error(); got != want {
+		t.Errorf("Error = %s, want %s", got, want)
 	}
 }

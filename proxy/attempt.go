@@ -115,7 +115,9 @@ func overloadedBy(err error) bool {
 		return false
 	}
 	var full *router.QueueFullError
-	return errors.Is(err, router.ErrOverloaded) || errors.Is(err, router.ErrPinBusy) || errors.Is(err, router.ErrQueueTimeout) || errors.As(err, &full)
+	var class *router.ClassLimitError
+	return errors.Is(err, router.ErrOverloaded) || errors.Is(err, router.ErrPinBusy) || errors.Is(err, router.ErrQueueTimeout) ||
+		errors.As(err, &full) || errors.As(err, &class)
 }
 
 // retries is how many further attempts a failure allows. Where nothing was processed there is

@@ -34,7 +34,8 @@ type Config struct {
 	TrackOutputBlocks bool `koanf:"router-track-output-blocks" dyn:"DYN_ROUTER_TRACK_OUTPUT_BLOCKS" usage:"book KV blocks for generated tokens too, not only for prompts"`
 	QueueSize         int  `koanf:"queue-size" usage:"requests of a model that may wait while all its workers are busy; 0 refuses them at once"`
 
-	Cost CostConfig `koanf:",squash"`
+	Cost  CostConfig  `koanf:",squash"`
+	Queue QueueConfig `koanf:",squash"`
 }
 
 // maxQueueSize bounds what one look at a queue may cost.
@@ -42,7 +43,7 @@ const maxQueueSize = 65536
 
 // DefaultConfig is round-robin with output blocks tracked.
 func DefaultConfig() Config {
-	return Config{Mode: RoundRobin, TrackOutputBlocks: true, Cost: DefaultCostConfig()}
+	return Config{Mode: RoundRobin, TrackOutputBlocks: true, Cost: DefaultCostConfig(), Queue: DefaultQueueConfig()}
 }
 
 // Resolved is the Config with what its presets stand for. Output is not tracked without prompts.
@@ -59,7 +60,7 @@ func (c Config) Resolved() Config {
 
 // Validate returns all findings, each beginning with its key.
 func (c Config) Validate() error {
-	errs := []error{c.Cost.Validate()}
+	errs := []error{c.Cost.Validate(), c.Queue.Validate()}
 	if c.QueueSize < 0 || c.QueueSize > maxQueueSize {
 		errs = append(errs, fmt.Errorf("queue-size: %d is not within 0..%d", c.QueueSize, maxQueueSize))
 	}
@@ -73,9 +74,10 @@ func (c Config) Validate() error {
 
 // Router holds the partitions and decides within them. It is safe for concurrent use.
 type Router struct {
-	cfg     Config
-	busyCfg busy.Config
-	view    atomic.Pointer[view]
+	cfg       Config
+	busyCfg   busy.Config
+	synthetic *Profile // of models that no policy file has told of
+	view      atomic.Pointer[view]
 
 	mu         sync.Mutex // guards changes of view and the fields below; taken before a partition's lock
 	rng        *rand.Rand
@@ -92,7 +94,10 @@ type view struct {
 // New returns a router that knows the models of catalog and, until Register, no worker. rng
 // breaks ties; it belongs to the router from now on.
 func New(cfg Config, busyCfg busy.Config, catalog *worker.Catalog, rng *rand.Rand) *Router {
-	r := &Router{cfg: cfg.Resolved(), busyCfg: busyCfg, rng: rng, thresholds: map[string]busy.Thresholds{}, places: map[string]*places{}}
+	r := &Router{
+		cfg: cfg.Resolved(), busyCfg: busyCfg, rng: rng, thresholds: map[string]busy.Thresholds{}, places: map[string]*places{},
+		synthetic: syntheticProfile(cfg.Queue.QueueThreshold, cfg.Queue.QueuePolicy),
+	}
 	r.view.Store(&view{catalog: catalog, partitions: map[worker.Partition]*Partition{}})
 	return r
 }
@@ -196,6 +201,14 @@ func (r *Router) TracksOutput() bool { return r.cfg.TrackOutputBlocks }
 
 // Queues tells whether requests may wait while all workers are busy.
 func (r *Router) Queues() bool { return r.cfg.QueueSize > 0 }
+
+// Profile is the classes in which requests of a model wait, by its canonical name.
+func (r *Router) Profile(model string) *Profile {
+	if p := r.cfg.Queue.Policies.profile(model); p != nil {
+		return p
+	}
+	return r.synthetic
+}
 
 // Catalog is the present picture of workers and models.
 func (r *Router) Catalog() *worker.Catalog { return r.view.Load().catalog }
