@@ -82,10 +82,14 @@ func (x *exchange) awaitTurn(part *router.Partition, ticket *router.Ticket, read
 	return a, nil
 }
 
-// wake tells requests that they have been let go.
+// wake tells requests that they have been let go. Of the goroutines that one makes ready the Go
+// scheduler runs the last first and then the others in order, so the first is told last: a worker
+// serves in the order of arrival, and a long prompt that was let go behind short ones would hold
+// them up by seconds if it got there first.
 func wake(admitted []router.Admission) {
 	for i := range admitted {
-		admitted[i].Ticket.Owner.(chan router.Admission) <- admitted[i]
+		a := admitted[(i+1)%len(admitted)]
+		a.Ticket.Owner.(chan router.Admission) <- a
 	}
 }
 
