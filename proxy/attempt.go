@@ -197,6 +197,7 @@ func (x *exchange) releaseAt(now time.Time) time.Time {
 // release gives back what the attempt holds, and tells what it says of its worker. It may be
 // called more than once.
 func (x *exchange) release() {
+	x.departed()
 	if !x.s.slots.remove(&x.slot) {
 		return
 	}

@@ -124,7 +124,7 @@ func (s *Server) retryAfter(h http.Header, asked time.Duration) {
 	case asked > 0:
 		h["Retry-After"] = []string{seconds(asked)}
 		if s.autoRetry {
-			h["Retry-After-Ms"] = []string{strconv.FormatInt(asked.Milliseconds(), 10)}
+			h["Retry-After-Ms"] = []string{strconv.FormatInt(int64((asked+time.Millisecond-1)/time.Millisecond), 10)} // up, as the seconds are
 		}
 	case s.cfg.RetryAfter == "0":
 	case s.autoRetry: // it is not known when there will be room

@@ -52,6 +52,7 @@ type exchange struct {
 	tenant   string        // as the client says
 	mayWait  bool          // for a worker, if all are busy
 	queued   time.Duration // spent so
+	sent     chan struct{} // of its waiter, until departed
 	armed    time.Time     // when the write deadline was last set
 	wait     wait
 	gone     bool // the client could not be written to

@@ -26,6 +26,7 @@ type peer struct {
 	canary   atomic.Bool                     // one is out
 	answers  [len(codeClasses)]atomic.Uint64 // by the first digit of the status
 	last     sync.Map                        // rank (uint32) -> *lastSeen
+	sent     atomic.Pointer[chan struct{}]   // of the waiter that was let go last
 }
 
 // lastSeen is how a rank did last, -1 where that is not known.

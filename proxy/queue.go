@@ -31,22 +31,29 @@ func (x *exchange) place(now time.Time) (router.Selection, time.Time, error) {
 
 // await waits in the queue of the partition, in the goroutine of the request.
 func (x *exchange) await(part *router.Partition, now time.Time) (router.Selection, time.Time, error) {
-	ready := make(chan router.Admission, 1) // nobody who lets us go has to wait for us
+	w := &waiter{ready: make(chan router.Admission, 1), sent: make(chan struct{})}
 	order := x.order()
-	ticket := &router.Ticket{Query: x.query, Order: order, Owner: ready}
+	ticket := &router.Ticket{Query: x.query, Order: order, Owner: w}
 	admitted, err := part.Wait(ticket, now)
-	wake(admitted)
+	x.s.wake(admitted)
 	if err != nil {
 		return router.Selection{}, now, err
 	}
+	x.sent = w.sent
 	select {
-	case a := <-ready: // it need not wait
+	case a := <-w.ready: // it need not wait
+		if w.follow(); a.Err != nil {
+			x.departed()
+		}
 		return a.Selection, now, a.Err
 	default:
 	}
-	a, err := x.awaitTurn(part, ticket, ready, order.Deadline.Sub(now))
+	a, err := x.awaitTurn(part, ticket, w.ready, order.Deadline.Sub(now))
 	if err != nil {
 		a.Err = err
+	}
+	if w.follow(); a.Err != nil {
+		x.departed()
 	}
 	until := time.Now()
 	x.counts.queueWait[queueOutcome(a.Err)].observe(int64(until.Sub(now)), 1)
@@ -82,14 +89,59 @@ func (x *exchange) awaitTurn(part *router.Partition, ticket *router.Ticket, read
 	return a, nil
 }
 
-// wake tells requests that they have been let go. Of the goroutines that one makes ready the Go
-// scheduler runs the last first and then the others in order, so the first is told last: a worker
-// serves in the order of arrival, and a long prompt that was let go behind short ones would hold
-// them up by seconds if it got there first.
-func wake(admitted []router.Admission) {
+// waiter is the Owner of a ticket.
+type waiter struct {
+	ready chan router.Admission // has room for one, so that who lets it go has not to wait for it
+
+	// Requests that are let go for one worker reach it in their order: it serves them so, and a long
+	// prompt that overtook short ones would hold them up by seconds. The scheduler would run them
+	// in any order.
+	sent  chan struct{}   // closed when the request is on its way, or will never be
+	ahead <-chan struct{} // sent of the one let go before it, or nil; set before ready is filled
+}
+
+// maxBehind bounds how long a request waits for the one before it to be on its way.
+const maxBehind = 50 * time.Millisecond
+
+// follow waits until the request before it is on its way.
+func (w *waiter) follow() {
+	if w.ahead == nil {
+		return
+	}
+	select {
+	case <-w.ahead:
+		return
+	default:
+	}
+	timer := time.NewTimer(maxBehind)
+	defer timer.Stop()
+	select {
+	case <-w.ahead:
+	case <-timer.C:
+	}
+}
+
+// departed tells those behind the request that it is on its way, or will never be.
+func (x *exchange) departed() {
+	if x.sent != nil {
+		close(x.sent)
+		x.sent = nil
+	}
+}
+
+// wake tells requests that they have been let go.
+func (s *Server) wake(admitted []router.Admission) {
 	for i := range admitted {
-		a := admitted[(i+1)%len(admitted)]
-		a.Ticket.Owner.(chan router.Admission) <- a
+		a := &admitted[i]
+		w := a.Ticket.Owner.(*waiter)
+		if a.Err == nil {
+			if p, ok := s.peers.Load(a.Selection.Worker.ID); ok {
+				if before := p.(*peer).sent.Swap(&w.sent); before != nil {
+					w.ahead = *before
+				}
+			}
+		}
+		w.ready <- *a
 	}
 }
 
@@ -98,7 +150,7 @@ func wake(admitted []router.Admission) {
 // core state (reports, health, workers, other replicas' bookings) every releaseEvery.
 func (s *Server) letGo(part *router.Partition, now time.Time) {
 	if part.Waiting() > 0 {
-		wake(part.Admit(now))
+		s.wake(part.Admit(now))
 	}
 }
 

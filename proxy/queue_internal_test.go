@@ -90,8 +90,8 @@ func TestLeftAndLetGo(t *testing.T) {
 		if _, err := part.Select(router.Query{Reservation: "old", PromptTokens: 1}, time.Now()); err != nil {
 			t.Fatal(err)
 		}
-		ready := make(chan router.Admission, 1)
-		ticket := &router.Ticket{Query: router.Query{Reservation: "new", PromptTokens: 1}, Owner: ready}
+		waiting := &waiter{ready: make(chan router.Admission, 1), sent: make(chan struct{})}
+		ticket := &router.Ticket{Query: router.Query{Reservation: "new", PromptTokens: 1}, Owner: waiting}
 		if _, err := part.Wait(ticket, time.Now()); err != nil {
 			t.Fatal(err)
 		}
@@ -102,11 +102,11 @@ func TestLeftAndLetGo(t *testing.T) {
 		x := &exchange{s: &Server{waitOver: make(chan struct{})}, req: (&http.Request{}).WithContext(ctx)}
 		ended := make(chan error, 1)
 		go func() {
-			_, err := x.awaitTurn(part, ticket, ready, time.Hour)
+			_, err := x.awaitTurn(part, ticket, waiting.ready, time.Hour)
 			ended <- err
 		}()
 		synctest.Wait()
-		wake(admitted)
+		x.s.wake(admitted)
 		if err := <-ended; !errors.Is(err, context.Canceled) {
 			t.Errorf("awaitTurn = %v, want that the client has left", err)
 		}

@@ -27,9 +27,13 @@ func (x *exchange) try(attempt int) error {
 	head := headPool.Get().(*[]byte)
 	*head = x.appendHead((*head)[:0], attempt)
 	resp := &x.resp
-	err := x.peer.client.DoInto(x.req.Context(), &upstream.Request{
+	req := upstream.Request{
 		Method: http.MethodPost, Path: x.ep.path, Head: *head, Body: x.forward, HeadDeadline: x.headDeadline(),
-	}, resp)
+	}
+	if x.sent != nil {
+		req.Sent = x.departed
+	}
+	err := x.peer.client.DoInto(x.req.Context(), &req, resp)
 	putHead(head) // not at the end: an answer may take minutes
 	if err != nil {
 		return x.lost(err, x.scan.stream == yes)

@@ -41,7 +41,8 @@ type conn struct {
 	wrote  int
 	outErr error
 	silent bool
-	asked  bool // turn has written all of out
+	asked  bool   // turn has written all of out
+	onSent func() // the request's Sent, for turn
 }
 
 // errStale means that an idle connection was found closed, or with something unasked on it; nothing
@@ -193,6 +194,9 @@ func (cn *conn) turnOnce(fd uintptr) bool {
 		return true
 	}
 	cn.writeOnce(fd)
+	if cn.onSent != nil {
+		cn.onSent()
+	}
 	cn.asked = cn.outErr == nil && cn.wrote == len(cn.out[0])+len(cn.out[1])
 	return !cn.asked
 }

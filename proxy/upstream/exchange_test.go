@@ -44,6 +44,33 @@ func TestRequestOnTheWire(t *testing.T) {
 	}
 }
 
+// TestSent: the caller hears when the worker has its request, on a new connection and on a used one,
+// with a body that fits into the socket and with one that does not, and before the answer is there.
+func TestSent(t *testing.T) {
+	for _, size := range []int{10, len(prompt)} {
+		answer := make(chan struct{}, 1)
+		w := newWorker(t, func(p *peer) {
+			for {
+				if _, ok := p.request(); !ok {
+					return
+				}
+				<-answer
+				p.say(plain)
+			}
+		})
+		c := w.client(t, upstream.Config{})
+		for range 2 {
+			sent := 0
+			req := post(prompt[:size])
+			req.Sent = func() { sent++; answer <- struct{}{} }
+			mustExchange(t, c, req)
+			if sent != 1 {
+				t.Errorf("%d bytes: told %d times that it is sent, want once", size, sent)
+			}
+		}
+	}
+}
+
 func TestUnsendableRequests(t *testing.T) {
 	w := newWorker(t, answering(plain))
 	c := w.client(t, upstream.Config{})

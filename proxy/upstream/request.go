@@ -20,6 +20,10 @@ type Request struct {
 	// HeadDeadline is when to give up waiting for the response head, or for the connection
 	// (which then is ErrDial); zero is never. It is off again once the head has come.
 	HeadDeadline time.Time
+	// Sent, if not nil, is called when the worker's socket has taken what it takes at once, before
+	// an answer is waited for: on the caller's goroutine, again if the request is sent again. It
+	// must not block.
+	Sent func()
 }
 
 // AppendHeader appends one header line to dst. Bytes that would end the line are replaced by

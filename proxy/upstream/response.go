@@ -206,10 +206,15 @@ func (r *Response) ask(req *Request) error {
 	out.b = req.appendTo(out.b, r.conn.client)
 	var err error
 	if r.reused && r.conn.turn != nil {
+		r.conn.onSent = req.Sent
 		r.sending, err = r.conn.ask(out, req.Body, &r.in)
+		r.conn.onSent = nil
 		r.received = r.in.w > 0
 	} else {
 		r.sending, err = r.conn.send(out, req.Body)
+		if req.Sent != nil {
+			req.Sent()
+		}
 	}
 	switch {
 	case err == errStale:
