@@ -23,6 +23,7 @@ func refuse(c echo.Context, e *adminError) error {
 // operate adds the routes of those who run the server.
 func (s *Server) operate(t *routeTable) {
 	t.add(http.MethodGet, s.cfg.MetricsPath, s.quiet(s.exposition()))
+	t.add(http.MethodGet, "/internal/capacity", s.quiet(s.showCapacity))
 	if s.cfg.DisableAdminAPI {
 		return
 	}

@@ -29,6 +29,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	models := m.server.models.all(m.server.router.Catalog().Models())
 	for _, mm := range models {
 		m.collectModel(p, mm, true)
+		m.collectPool(p, mm, now)
 	}
 	if !slices.ContainsFunc(models, func(mm *modelMetrics) bool { return mm.name == unknownModel }) {
 		m.collectModel(p, m.unknown, false)

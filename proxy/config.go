@@ -59,6 +59,8 @@ type Config struct {
 	DisableAdminAPI         bool          `koanf:"disable-admin-api" dyn:"DYN_DISABLE_FRONTEND_ADMIN_API" usage:"do not serve /busy_threshold and /workers"`
 	EnableAnthropicAPI      bool          `koanf:"enable-anthropic-api" dyn:"DYN_ENABLE_ANTHROPIC_API" usage:"serve /v1/messages from workers that speak Anthropic's API"`
 	MetricsPrefix           string        `koanf:"metrics-prefix" dyn:"DYN_METRICS_PREFIX" usage:"prefix of the front end family of metrics"`
+	CompatMetrics           bool          `koanf:"compat-metrics" usage:"also tell how full pools are by the metrics of llm-d's endpoint picker"`
+	CompatQueueSize         string        `koanf:"compat-queue-size" usage:"what its queue size is: fullness (x capacity, which is what llm-d's async processor needs of a front end that sheds) or queue"`
 	MetadataHeader          string        `koanf:"metadata-header" dyn:"DYN_METADATA_HEADER" usage:"prefix of headers that carry metadata"`
 
 	CanaryAfter   time.Duration `koanf:"canary-after" dyn:"DYN_CANARY_WAIT_TIME" dynunit:"s" dynif:"DYN_HEALTH_CHECK_ENABLED" dynelse:"10" usage:"time without a success after which a worker is sent a request for one token; 0 is off"`
@@ -99,7 +101,7 @@ func DefaultConfig() Config {
 		CBFailureThreshold: 10, CBWindow: 2 * time.Minute, CBOpen: time.Minute, CBSuccessThreshold: 3,
 		CommitOn: "event", UnaryPrefill: "estimate", SlotMaxAge: 10 * time.Minute,
 		QueueTimeout: 5 * time.Second, QueueTimeoutStatus: timeoutStatusOverload,
-		OverloadStatusCode: "503", RetryAfter: "1", ErrorEnvelope: "flat", MetricsPrefix: "dynamo_frontend", MetadataHeader: "x-dynamo-meta-",
+		OverloadStatusCode: "503", RetryAfter: "1", ErrorEnvelope: "flat", MetricsPrefix: "dynamo_frontend", CompatQueueSize: compatFullness, MetadataHeader: "x-dynamo-meta-",
 		ChatPath: "/v1/chat/completions", CompletionsPath: "/v1/completions", EmbeddingsPath: "/v1/embeddings",
 		ResponsesPath: "/v1/responses", AnthropicPath: "/v1/messages", ModelsPath: "/v1/models", HealthPath: "/health", LivePath: "/live", MetricsPath: "/metrics",
 	}
@@ -152,6 +154,9 @@ func (c Config) Validate() error {
 	}
 	if c.QueueTimeoutStatus != timeoutStatusOverload && c.QueueTimeoutStatus != timeoutStatus408 {
 		fail("queue-timeout-status", "%q is neither overload nor 408", c.QueueTimeoutStatus)
+	}
+	if c.CompatQueueSize != compatFullness && c.CompatQueueSize != compatQueue {
+		fail("compat-queue-size", "%q is neither fullness nor queue", c.CompatQueueSize)
 	}
 	if c.CommitOn != "event" && c.CommitOn != "head" {
 		fail("commit-on", "%q is neither event nor head", c.CommitOn)

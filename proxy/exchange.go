@@ -309,7 +309,7 @@ func (x *exchange) fail(err error) {
 	switch {
 	case e.Reason == "":
 	case x.counts != nil:
-		x.counts.refused(x.ep.index, e.Reason)
+		x.counts.refused(x, e)
 		if e.Reason.Rejected() && x.s.autoRetry {
 			now := time.Now()
 			r := x.roomOf(e.Reason)

@@ -27,6 +27,13 @@ type families struct {
 	bodyMemory, bodyLimit                               family
 	scheduling, routing, routerStarted, routerRequests  family
 	routerTTFT, routerITL, routerInput, routerOutput    family
+	poolFullness, poolSaturation, poolReady             family // by pool
+	poolCapacity, poolInflight, poolQueue               family
+	poolQueueBytes, shed                                family
+	compatReadyPods, compatReady, compatPodQueue        family // only with compat-metrics
+	compatMeanQueue, compatMeanRunning, compatMeanUsage family
+	compatQueueSize, compatSaturation                   family
+	compatSaturationStage                               family
 	kvActive, kvCapacity, kvRatio                       family // by worker and rank, from here on
 	workerDecode, workerPrefill                         family
 	lastTTFT, lastInput, lastITL                        family
@@ -39,13 +46,14 @@ type families struct {
 }
 
 // newFamilies names the series; prefix begins the front end family, and shapes may change the
-// buckets of histograms.
-func newFamilies(prefix string, shapes *buckets.Shapes) *families {
+// buckets of histograms; compat adds the names that llm-d has for pools.
+func newFamilies(prefix string, shapes *buckets.Shapes, compat bool) *families {
 	f := &families{}
 	f.nameShapes(shapes)
 	f.nameModels(prefix + "_")
 	f.nameProcess(prefix + "_")
 	f.nameWorkers(prefix + "_")
+	f.namePools(compat)
 	return f
 }
 

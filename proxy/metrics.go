@@ -41,7 +41,7 @@ const unknownModel = "unknown_model"
 
 // newMetrics registers the metrics of s.
 func newMetrics(reg prometheus.Registerer, s *Server) *metrics {
-	f := newFamilies(metricsPrefix(s.cfg.MetricsPrefix), s.cfg.Histograms)
+	f := newFamilies(metricsPrefix(s.cfg.MetricsPrefix), s.cfg.Histograms, s.cfg.CompatMetrics)
 	m := &metrics{
 		families: f, server: s, routerID: strconv.FormatUint(max(rand.Uint64(), 1), 10),
 		scheduling: newHistogram(f.schedulingShape), routing: newHistogram(f.routed),
@@ -75,8 +75,9 @@ type modelMetrics struct {
 	cancelled        [numEndpoints][len(requestTypes)]atomic.Uint64
 	active, queued   atomic.Int64
 	rejections       []atomic.Uint64 // by index in httperr.Reasons
-	retries          [len(retryReasons)]atomic.Uint64
-	outputTokens     atomic.Uint64
+	laneMetrics
+	retries      [len(retryReasons)]atomic.Uint64
+	outputTokens atomic.Uint64
 
 	duration, ttft, itl, input, cached, output, embedding *histogram
 	queueWait                                             [len(queueOutcomes)]*histogram
@@ -118,6 +119,9 @@ func (m *metrics) newModel(name string) *modelMetrics {
 		input: newHistogram(f.inputShape), cached: newHistogram(f.cachedShape), output: newHistogram(f.outputShape),
 		embedding: newHistogram(f.embedShape),
 	}
+	for i := range mm.sheds {
+		mm.sheds[i] = make([][shedCodes]atomic.Uint64, len(httperr.Reasons))
+	}
 	for i := range mm.migrations {
 		mm.migrations[i] = newHistogram(f.migrationShape)
 	}
@@ -127,13 +131,14 @@ func (m *metrics) newModel(name string) *modelMetrics {
 	return mm
 }
 
-// refused counts a refusal.
-func (mm *modelMetrics) refused(ep int, reason httperr.Reason) {
-	if i := slices.Index(httperr.Reasons, reason); i >= 0 {
+// refused counts a refusal of x.
+func (mm *modelMetrics) refused(x *exchange, e *httperr.Error) {
+	if i := slices.Index(httperr.Reasons, e.Reason); i >= 0 {
 		mm.rejections[i].Add(1)
+		mm.shedBy(laneOf(x.req.Header), i, e.Status, x.s.shedCodes[:])
 	}
-	if reason.Rejected() {
-		mm.rejected[ep].Add(1)
+	if e.Reason.Rejected() {
+		mm.rejected[x.ep.index].Add(1)
 	}
 }
 
@@ -181,6 +186,7 @@ func (x *exchange) known(m *model) {
 	x.counts = m.metrics
 	x.counts.active.Add(1)
 	x.counts.started[x.ep.index][x.scan.requestType()].Add(1)
+	x.counts.lanes[laneOf(x.req.Header)].Add(1)
 }
 
 // received notes that the worker has begun to answer with what the client waits for.
@@ -273,6 +279,8 @@ func (x *exchange) close(now time.Time) {
 	mm, kind, out := x.counts, x.scan.requestType(), outcomeOf(x.out.failure)
 	if x.model == nil { // refused before
 		mm.started[x.ep.index][kind].Add(1)
+	} else {
+		mm.lanes[laneOf(x.req.Header)].Add(-1)
 	}
 	if x.routed {
 		x.s.metrics.routerRequests.Add(1)

@@ -13,7 +13,7 @@ import (
 // BenchmarkRequestMetrics counts everything that one request adds to the metrics: a stream of so
 // many events, of one token each. The clock, which the relay reads anyway, is not read for events.
 func BenchmarkRequestMetrics(b *testing.B) {
-	f := newFamilies("dynamo_frontend", nil)
+	f := newFamilies("dynamo_frontend", nil, false)
 	m := &metrics{families: f, scheduling: newHistogram(f.schedulingShape), routing: newHistogram(f.routed)}
 	m.unknown = m.newModel(unknownModel)
 	for i := range m.stages {

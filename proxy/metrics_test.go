@@ -71,7 +71,8 @@ func (f *front) gather() gathered {
 func (g gathered) since(before gathered) gathered {
 	changed := gathered{}
 	for key, v := range g {
-		measured := strings.HasPrefix(key, "frontend_worker_last_") || strings.HasPrefix(key, "spillway_signal_")
+		measured := strings.HasPrefix(key, "frontend_worker_last_") || strings.HasPrefix(key, "spillway_signal_") ||
+			strings.HasPrefix(key, "spillway_pool_") || strings.HasPrefix(key, "spillway_requests_shed_total")
 		if v != before[key] && !measured {
 			changed[key] = v - before[key]
 		}

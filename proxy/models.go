@@ -24,6 +24,7 @@ type model struct {
 	metrics *modelMetrics
 	error   mean // of counted over estimated prompt tokens, within 0.25 to 4
 	freed   rates
+	gauge   gauge // of its pool
 
 	refusals refusals // as far as they are logged
 }

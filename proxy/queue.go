@@ -48,6 +48,8 @@ func (x *exchange) await(part *router.Partition, now time.Time) (router.Selectio
 		return a.Selection, now, a.Err
 	default:
 	}
+	x.counts.waitingBytes.Add(int64(len(x.body)))
+	defer x.counts.waitingBytes.Add(-int64(len(x.body)))
 	a, err := x.awaitTurn(part, ticket, w.ready, order.Deadline.Sub(now))
 	if err != nil {
 		a.Err = err

@@ -53,6 +53,7 @@ type Server struct {
 	autoRetry    bool                    // else it follows the room that is freed
 	queues       bool                    // requests may wait for a worker
 	queueTimeout int                     // status of refusals of those who have
+	shedCodes    [shedCodes]int          // statuses that refusals may have
 	metrics      *metrics
 	registry     *prometheus.Registry
 
@@ -91,6 +92,7 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 	if cfg.QueueTimeoutStatus == timeoutStatus408 {
 		s.queueTimeout = http.StatusRequestTimeout
 	}
+	s.shedCodes = [...]int{s.overload, http.StatusServiceUnavailable, http.StatusRequestTimeout, http.StatusTooManyRequests}
 	for d := range s.overloadBody {
 		s.overloadBody[d] = measure(dialect(d).error(cfg.ErrorEnvelope, &httperr.Error{
 			Status: s.overload, Cause: httperr.Overload, Message: httperr.BusyMessage,

@@ -203,7 +203,7 @@ func TestOpenAPI(t *testing.T) {
 	}
 	slices.Sort(got)
 	want := []string{
-		"DELETE /busy_threshold", "GET /busy_threshold", "GET /docs", "GET /health", "GET /live", "GET /metrics",
+		"DELETE /busy_threshold", "GET /busy_threshold", "GET /docs", "GET /health", "GET /internal/capacity", "GET /live", "GET /metrics",
 		"GET /openapi.json", "GET /ready", "GET /v1/models", "GET /v1/models/{id}", "POST /busy_threshold",
 		"POST /v1/chat/completions", "POST /v1/completions", "POST /v1/embeddings", "POST /v1/messages",
 		"POST /v1/messages/count_tokens", "POST /v1/responses",

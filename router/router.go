@@ -199,6 +199,9 @@ func (r *Router) Resolve(model, tenant string) (Target, error) {
 // TracksOutput tells whether KV blocks of generated tokens are to be booked.
 func (r *Router) TracksOutput() bool { return r.cfg.TrackOutputBlocks }
 
+// QueueSize is how many requests of a model may wait.
+func (r *Router) QueueSize() int { return r.cfg.QueueSize }
+
 // Queues tells whether requests may wait while all workers are busy.
 func (r *Router) Queues() bool { return r.cfg.QueueSize > 0 }
 
