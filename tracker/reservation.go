@@ -182,6 +182,29 @@ func (t *Tracker) weighLocked(b *booking) {
 	}
 }
 
+// Find returns the rank on which a reservation is booked, and false if it is not.
+func (t *Tracker) Find(id string) (worker.Rank, bool) {
+	t.lock()
+	defer t.mu.Unlock()
+	b := t.bookings.m[id]
+	if b == nil {
+		return worker.Rank{}, false
+	}
+	return b.rank.Rank, true
+}
+
+// Renew has the age of a reservation count from now, if it is booked and expires.
+func (t *Tracker) Renew(id string, now time.Time) {
+	t.lock()
+	defer t.mu.Unlock()
+	if b := t.bookings.m[id]; b != nil && b.expires {
+		b.booked = now
+		l := b.rank.list(b)
+		l.remove(b, inBooks)
+		l.push(b, inBooks)
+	}
+}
+
 // Free gives back all that a reservation holds and forgets it. It reports false if it is not
 // booked: freed before, expired, or gone with its worker.
 func (t *Tracker) Free(id string, now time.Time) (worker.Rank, bool) {
