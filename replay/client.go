@@ -10,6 +10,7 @@ import (
 	"net/http/httptrace"
 	"net/url"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 )
@@ -46,6 +47,7 @@ type client struct {
 	target    *url.URL
 	header    http.Header // of every request; read-only
 	bodies    bodyMaker
+	selector  *selector // nil if target is what answers
 	transport *http.Transport
 	streams   sync.Pool // of *reading
 	timeout   time.Duration
@@ -62,7 +64,7 @@ func newClient(cfg Config) (*client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("replay: url: %w", err)
 	}
-	return &client{
+	c := &client{
 		target:  target,
 		header:  http.Header{"Content-Type": {"application/json"}, "Accept": {"text/event-stream"}, "User-Agent": {"spillway-replay"}},
 		bodies:  newBodyMaker(cfg.Model, cfg.Endpoint),
@@ -78,16 +80,25 @@ func newClient(cfg Config) (*client, error) {
 			ReadBufferSize:  readSize,
 			WriteBufferSize: 64 << 10,
 		},
-	}, nil
+	}
+	if cfg.Via == viaSelect {
+		if cfg.Tokenize == nil {
+			return nil, errors.New("replay: via: there is no tokenizer")
+		}
+		c.selector = &selector{
+			base: strings.TrimRight(cfg.URL, "/"), path: cfg.path(), model: cfg.Model, tokenize: cfg.Tokenize,
+			chat: cfg.Endpoint == "chat", transport: c.transport,
+		}
+	}
+	return c, nil
 }
 
 // close drops idle connections. Nothing may be in flight.
 func (c *client) close() { c.transport.CloseIdleConnections() }
 
-// send sends req, which was due at due, and reads the answer to its end. body is the request's, as
-// built ahead. done is called once with the result and what was read, which it must not keep.
-func (c *client) send(ctx context.Context, req *Request, body []byte, due time.Time, done func(result, *stream)) {
-	ctx, cancel := c.patience(ctx, req, due)
+// send sends what was built for a request that was due at due, and reads the answer to its end. done is called once with the result and what was read, which it must not keep.
+func (c *client) send(ctx context.Context, b built, due time.Time, done func(result, *stream)) {
+	ctx, cancel := c.patience(ctx, b.req, due)
 	defer cancel()
 	r := c.streams.Get().(*reading)
 	defer c.streams.Put(r)
@@ -98,10 +109,21 @@ func (c *client) send(ctx context.Context, req *Request, body []byte, due time.T
 	var written time.Time
 	traced := httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteHeaders: func() {
 		mu.Lock()
-		written = time.Now()
+		if written.IsZero() { // a worker that was chosen for it is called later
+			written = time.Now()
+		}
 		mu.Unlock()
 	}})
-	res := c.exchange(traced, req, body, r)
+	var res result
+	if c.selector == nil {
+		res = c.exchange(traced, b, r, nil)
+	} else {
+		var chosen *reservation
+		if chosen, res = c.selector.ask(traced, b.question); chosen != nil {
+			defer chosen.release(ctx)
+			res = c.exchange(traced, b, r, chosen)
+		}
+	}
 	res.end = time.Now()
 	mu.Lock()
 	res.sent, res.lag = !written.IsZero(), written.Sub(due)
@@ -120,23 +142,33 @@ func (c *client) patience(ctx context.Context, req *Request, due time.Time) (con
 	return context.WithCancel(ctx)
 }
 
-func (c *client) exchange(ctx context.Context, req *Request, body []byte, r *reading) result {
+// exchange asks the target or, if there is one, the worker that was chosen.
+func (c *client) exchange(ctx context.Context, b built, r *reading, chosen *reservation) result {
 	hr := (&http.Request{
 		Method: http.MethodPost, URL: c.target, Host: c.target.Host, Header: c.header,
-		Body: &onceBody{rest: body}, ContentLength: int64(len(body)),
+		Body: &onceBody{rest: b.body}, ContentLength: int64(len(b.body)),
 		// For a connection that the server closed while idle, before anything was written to it.
-		GetBody: func() (io.ReadCloser, error) { return &onceBody{rest: c.bodies.build(req)}, nil },
+		GetBody: func() (io.ReadCloser, error) { return &onceBody{rest: c.bodies.build(b.req)}, nil },
 	}).WithContext(ctx)
+	first := func() {}
+	if chosen != nil {
+		hr.URL, hr.Host, hr.Header = chosen.target, chosen.target.Host, c.header.Clone()
+		hr.Header.Set("X-Data-Parallel-Rank", chosen.rank)
+		first = func() { chosen.firstToken(ctx) }
+	}
 	resp, err := c.transport.RoundTrip(hr)
 	if err != nil {
 		return broken(ctx, headFailure(err))
 	}
 	defer resp.Body.Close()
 	res := result{worker: resp.Header.Get("X-Spillway-Worker")}
+	if chosen != nil {
+		res.worker = strconv.FormatUint(chosen.Worker, 10)
+	}
 	if resp.StatusCode != http.StatusOK {
 		return refusal(resp, res)
 	}
-	err = r.read(resp.Body)
+	err = r.read(resp.Body, first)
 	switch s := &r.stream; {
 	case s.failed:
 		res.outcome, res.detail = failed, "error event"
@@ -192,12 +224,16 @@ func refusal(resp *http.Response, res result) result {
 }
 
 // read follows the answer to its end. What comes after [DONE] is read too, so that the connection
-// can be used again.
-func (r *reading) read(body io.Reader) error {
+// can be used again. first is called once, when there is content.
+func (r *reading) read(body io.Reader, first func()) error {
 	for {
 		n, err := body.Read(r.buf[:])
 		if n > 0 {
 			r.stream.feed(r.buf[:n], time.Now())
+		}
+		if first != nil && !r.stream.first.IsZero() {
+			first()
+			first = nil
 		}
 		if errors.Is(err, io.EOF) {
 			r.stream.feed([]byte("\n"), time.Now()) // the last line may lack its end

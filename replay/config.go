@@ -49,6 +49,7 @@ type Config struct {
 	URL         string        `koanf:"url" usage:"base URL of the endpoint, without /v1"`
 	Model       string        `koanf:"model" usage:"model to ask for"`
 	Endpoint    string        `koanf:"endpoint" usage:"chat or completions"`
+	Via         string        `koanf:"via" usage:"select-service: url is that of the selection service, which is asked for a worker, which is then called; prompts get the tokens of simulated workers"`
 	Timeout     time.Duration `koanf:"timeout" usage:"patience of a client, from the time its request was due to the end of the answer; 0 is endless"`
 	Leave       float64       `koanf:"leave" usage:"share of clients, 0 to 1, that leave on purpose after a random time"`
 	LeaveAfter  time.Duration `koanf:"leave-after" usage:"those that leave do so after a random time below this"`
@@ -62,6 +63,10 @@ type Config struct {
 	StatsURLs []string `koanf:"stats-url" usage:"base URLs of simulated workers, or full URLs of their /sim/stats, whose step lateness to report"`
 	JSON      string   `koanf:"json" usage:"file to write the report to as JSON; - prints it instead of the table"`
 	Progress  bool     `koanf:"progress" usage:"print a line every 5 seconds on standard error"`
+
+	// Tokenize returns the tokens that workers make of a prompt: of a completion, or of a chat whose
+	// only message it is. It has no key; via needs it.
+	Tokenize func(text string, chat bool) []uint32
 }
 
 // DefaultConfig returns the settings of a run without flags. It does not pass Validate until a
@@ -140,6 +145,9 @@ func (c Config) validateTarget() error {
 	if c.Endpoint != "chat" && c.Endpoint != "completions" {
 		errs = append(errs, fmt.Errorf("endpoint: %q is not chat or completions", c.Endpoint))
 	}
+	if c.Via != "" && c.Via != viaSelect {
+		errs = append(errs, fmt.Errorf("via: %q is not %s", c.Via, viaSelect))
+	}
 	errs = append(errs, within("max-in-flight", c.MaxInFlight, 1, 1_000_000))
 	return errors.Join(errs...)
 }
@@ -187,11 +195,19 @@ func checkURL(s string) error {
 	return nil
 }
 
-// target is the full URL that requests go to.
+// target is the full URL that requests go to first.
 func (c Config) target() string {
 	base := strings.TrimRight(c.URL, "/")
-	if c.Endpoint == "completions" {
-		return base + "/v1/completions"
+	if c.Via == viaSelect {
+		return base + "/select_and_reserve"
 	}
-	return base + "/v1/chat/completions"
+	return base + c.path()
+}
+
+// path is that of the OpenAI route.
+func (c Config) path() string {
+	if c.Endpoint == "completions" {
+		return "/v1/completions"
+	}
+	return "/v1/chat/completions"
 }

@@ -59,6 +59,8 @@ type Report struct {
 	WithoutUsage int     `json:"without_usage"` // completed; counted from the trace and events
 	TooShort     int     `json:"too_short"`     // completed with fewer output tokens than asked for
 
+	Lifecycle *Lifecycle `json:"lifecycle,omitempty"` // of reservations, if the selection service was asked
+
 	Workers  []Share    `json:"workers"` // answers other than shed that named a worker
 	SendLag  Quantiles  `json:"send_lag"`
 	CPU      CPU        `json:"cpu"`

@@ -44,6 +44,7 @@ func Run(ctx context.Context, cfg Config, out io.Writer) (Report, error) {
 	r := &run{cfg: cfg, reqs: reqs, client: c, tally: newTally(cfg), cpu: cpu}
 	r.send(ctx)
 	rep := newReport(r, ctx.Err() != nil)
+	rep.Lifecycle = c.selector.report()
 	rep.Sims = simStats(context.WithoutCancel(ctx), cfg.StatsURLs)
 	rep.Validity = newValidity(&rep, len(cfg.PIDs) > 0)
 	return rep, write(rep, cfg.JSON, out)
@@ -64,8 +65,9 @@ type run struct {
 
 // built is a request whose body is ready.
 type built struct {
-	req  *Request
-	body []byte
+	req      *Request
+	body     []byte
+	question []byte // to the selection service, if there is one
 }
 
 // send sends all requests and returns when each has ended.
@@ -89,7 +91,7 @@ func (r *run) build(ctx context.Context, ready chan<- built) {
 	for i := range r.reqs {
 		req := &r.reqs[i]
 		select {
-		case ready <- built{req, r.client.bodies.build(req)}:
+		case ready <- built{req, r.client.bodies.build(req), r.client.selector.build(req)}:
 		case <-ctx.Done():
 			return
 		}
@@ -135,7 +137,7 @@ func (r *run) launch(ctx context.Context, open *sync.WaitGroup, b built, due tim
 	r.inFlight.Add(1)
 	open.Go(func() {
 		defer r.inFlight.Add(-1)
-		r.client.send(ctx, b.req, b.body, due, func(res result, s *stream) {
+		r.client.send(ctx, b, due, func(res result, s *stream) {
 			if counted {
 				r.tally.add(b.req, due, res, s)
 			}

@@ -115,6 +115,10 @@ func (r Report) rateRows(t *table) {
 const maxWorkerRows = 32
 
 func (r Report) runRows(t *table) {
+	if l := r.Lifecycle; l != nil {
+		t.row("reservations", "%d made, %d told of their first token, %d freed, %d calls about them failed", l.Selected, l.PrefillCompleted, l.Freed, l.Failed)
+		t.row("selection", "%s", l.Latency)
+	}
 	t.row("send lag", "%s", r.SendLag)
 	t.row("CPU", "%.2f cores over %.1f s: replay %.2f s", r.CPU.Cores, r.CPU.WallSeconds, r.CPU.OwnSeconds)
 	for _, p := range r.CPU.Processes {

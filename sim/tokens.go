@@ -23,6 +23,16 @@ func appendText(ids []uint32, text string) []uint32 {
 	return ids
 }
 
+// Tokens are those that a worker makes of a prompt: of a completion or, with chat, of a conversation
+// whose only message, of a user, it is.
+func Tokens(text string, chat bool) []uint32 {
+	ids := make([]uint32, 0, len(text)/tokenBytes+8)
+	if !chat {
+		return appendText(ids, text)
+	}
+	return appendHead(appendEnd(appendText(appendHead(ids, "user"), text)), "assistant")
+}
+
 func tokenID(text string) uint32 { return uint32(xxh3.HashString(text)) }
 
 // The chat template: a message is its role between two marks, its text and an end mark, 4

@@ -8,6 +8,7 @@ import (
 
 	"spillway/configs"
 	"spillway/replay"
+	"spillway/sim"
 )
 
 func newReplay(p process) *cobra.Command {
@@ -21,10 +22,12 @@ what there was.`,
 		Example: `  spillway replay --rate 20 --isl 1000 --osl 100 --duration 30s
   spillway replay --rate 40 --slo-ttft 2s+2x20000 --slo-itl 50ms --json report.json
   spillway replay --trace mooncake.jsonl --first 10m --speed 2 --spread 3s --seed 7
-  spillway replay --rate 5 --url http://127.0.0.1:9001 --stats-url http://127.0.0.1:9001`,
+  spillway replay --rate 5 --url http://127.0.0.1:9001 --stats-url http://127.0.0.1:9001
+  spillway replay --rate 5 --via select-service --url http://127.0.0.1:8092`,
 	}
 	return command(p, cmd, configs.DefaultReplay(), func(configs.Replay) configs.Log { return configs.DefaultLog() },
 		func(ctx context.Context, cfg configs.Replay, _ *slog.Logger) error {
+			cfg.Replay.Tokenize = sim.Tokens
 			_, err := replay.Run(ctx, cfg.Replay, p.stdout)
 			return err
 		})
