@@ -41,7 +41,7 @@ var rooms = map[string]room{
 
 	"proxy":           {shell, []string{"httperr", "buckets", "proxy/upstream"}},
 	"proxy/upstream":  {shell, nil},
-	"selectservice":   {shell, []string{"httperr"}},
+	"selectservice":   {shell, []string{"httperr", "jsonhttp"}},
 	"tracker/service": {shell, []string{"httperr", "jsonhttp"}},
 	"kvindex/service": {shell, []string{"jsonhttp", "wire", "kvindex"}},
 	"dispatch":        {shell, []string{"dispatch/budget"}},

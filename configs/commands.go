@@ -2,12 +2,15 @@ package configs
 
 import (
 	"errors"
+	"fmt"
 
 	"spillway/kvindex"
 	kvservice "spillway/kvindex/service"
 	"spillway/monitor"
 	"spillway/replay"
 	"spillway/replica"
+	"spillway/router"
+	"spillway/selectservice"
 	"spillway/sim"
 	"spillway/tracker/service"
 )
@@ -50,6 +53,61 @@ func DefaultSlotTracker() SlotTracker {
 // Validate returns all findings, each beginning with its key.
 func (c SlotTracker) Validate() error {
 	return errors.Join(c.Service.Validate(), c.Replica.Validate(), c.Log.Validate())
+}
+
+// SelectService is the Config of `spillway select-service`.
+type SelectService struct {
+	Service selectservice.Config `koanf:",squash"`
+	Cost    router.CostConfig    `koanf:",squash"`
+	Index   kvindex.Config       `koanf:",squash"`
+	Log     Log                  `koanf:",squash"`
+}
+
+// DefaultSelectService returns the settings of a run without flags.
+func DefaultSelectService() SelectService {
+	return SelectService{
+		Service: selectservice.DefaultConfig(), Cost: router.DefaultCostConfig(), Index: kvindex.DefaultConfig(), Log: DefaultLog(),
+	}
+}
+
+// Deprecated names keys of the original that have no use here.
+func (SelectService) Deprecated() map[string]string {
+	return map[string]string{"threads": "every worker's events are applied beside the others', on as many cores as there are (GOMAXPROCS)"}
+}
+
+// Router are the settings of the router: this service has one mode.
+func (c SelectService) Router() router.Config {
+	cfg := router.DefaultConfig()
+	cfg.Mode, cfg.Cost = router.KV, c.Cost
+	return cfg.Resolved()
+}
+
+// KV are the settings of what listens to KV events.
+func (c SelectService) KV() monitor.KVConfig {
+	cfg := monitor.DefaultKVConfig()
+	cfg.Peers, cfg.DumpTimeout = c.Service.IndexerPeers, c.Service.DumpTimeout
+	return cfg
+}
+
+// Replica are the settings of the exchange with other replicas.
+func (c SelectService) Replica() replica.Config {
+	cfg := replica.DefaultConfig()
+	cfg.Bind, cfg.Peers, cfg.Format = c.Service.PublishAt(), c.Service.ReplicaSyncPeers, c.Service.ReplicaSyncFormat
+	return cfg
+}
+
+// Validate returns all findings, each beginning with its key.
+func (c SelectService) Validate() error {
+	if err := c.Service.Validate(); err != nil {
+		return err // others are made of it
+	}
+	var peers []error
+	for _, p := range c.KV().PeerURLs() {
+		if err := monitor.CheckPeer(p); err != nil {
+			peers = append(peers, fmt.Errorf("indexer-peers: %w", err))
+		}
+	}
+	return errors.Join(errors.Join(peers...), c.Router().Validate(), c.Replica().Validate(), c.Index.Validate(), c.Log.Validate())
 }
 
 // Indexer is the Config of `spillway indexer`.

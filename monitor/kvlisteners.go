@@ -242,6 +242,9 @@ func (k *KVListeners) open() bool {
 	}
 }
 
+// Recovered is closed when Ready begins to report true.
+func (k *KVListeners) Recovered() <-chan struct{} { return k.ready }
+
 // Ready tells whether recovery is over: what peers had is in the indexes, and so is what workers
 // had sent by the end of it.
 func (k *KVListeners) Ready() bool {

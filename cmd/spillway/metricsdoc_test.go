@@ -20,7 +20,7 @@ import (
 // metricsPage is the list of all metrics.
 const metricsPage = "../../docs/metrics.md"
 
-// TestMetricsAreDocumented compares every metric of a front end and of an indexer with docs/metrics.md, both ways:
+// TestMetricsAreDocumented compares every metric of a front end, an indexer and a selection service with docs/metrics.md, both ways:
 // names, types, labels, buckets. Requests of each kind are sent first, since some series exist only
 // from then on.
 func TestMetricsAreDocumented(t *testing.T) {
@@ -46,6 +46,8 @@ func TestMetricsAreDocumented(t *testing.T) {
 		_ = resp.Body.Close()
 	}
 	x := startIndexer(t, "--workers", "7=tcp://127.0.0.1:1", "--block-size", "16")
+	chooser := startSelector(t, "--router-kv-events=false", "--api-revision", "routing-group")
+	chooser.post("/workers", `{"worker_id":1,"endpoint":"http://w:1","block_size":16}`, 201)
 	page, err := os.ReadFile(metricsPage)
 	if err != nil {
 		t.Fatal(err)
@@ -55,6 +57,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 	for deadline := time.Now().Add(time.Minute); !covers(got, want) && time.Now().Before(deadline); { // workers are looked at once a second
 		got = exposed(t, url)
 		maps.Copy(got, exposed(t, x.url))
+		maps.Copy(got, exposed(t, chooser.url))
 		time.Sleep(20 * time.Millisecond)
 	}
 	for _, name := range slices.Sorted(maps.Keys(got)) {

@@ -82,3 +82,14 @@ func attend(ctx context.Context, peers *replica.Replica, log *slog.Logger, ended
 	}()
 	return nil
 }
+
+// attendUntil is attend for an exchange that goes on, whatever becomes of ctx, until leave.
+func attendUntil(ctx context.Context, peers *replica.Replica, log *slog.Logger) (leave func(), err error) {
+	running, stop := context.WithCancel(context.WithoutCancel(ctx))
+	ended := make(chan error, 1)
+	if err := attend(running, peers, log, ended); err != nil {
+		stop()
+		return nil, err
+	}
+	return func() { stop(); <-ended }, nil
+}

@@ -81,18 +81,12 @@ func joinReplicas(ctx context.Context, cfg replica.Config, server *service.Serve
 		return replica.Books{Tracker: t, BlockSize: blockSize}, known
 	}, reg)
 	r := replica.New(cfg, func(batch []wire.ReplicaEvent) { apply.Apply(batch, time.Now()) }, reg, log)
-	server.Join(linkTo(r))
-	running, stop := context.WithCancel(context.WithoutCancel(ctx))
-	ended := make(chan error, 1)
-	if err := attend(running, r, log, ended); err != nil {
-		stop()
-		return nil, err
-	}
-	return func() { stop(); <-ended }, nil
+	server.Join(linkTo(r, "url"))
+	return attendUntil(ctx, r, log)
 }
 
-// linkTo hands a server's changes to its replicas.
-func linkTo(r *replica.Replica) service.Link {
+// linkTo hands a server's changes to its replicas. field is what its clients call a peer.
+func linkTo(r *replica.Replica, field string) service.Link {
 	about := func(kind wire.ReplicaKind) func(worker.Partition, uint32, string, worker.Rank) {
 		return func(p worker.Partition, blockSize uint32, id string, rank worker.Rank) {
 			r.Publish(wire.ReplicaEvent{Model: p.Model, Tenant: p.Tenant, BlockSize: blockSize, Reservation: id, Rank: rank, Kind: kind})
@@ -113,17 +107,17 @@ func linkTo(r *replica.Replica) service.Link {
 		Freed:       about(wire.ReplicaFree),
 		RegisterPeer: func(ctx context.Context, endpoint string) (bool, error) {
 			added, err := r.Register(ctx, endpoint)
-			return added, peerError(err)
+			return added, peerError(field, err)
 		},
 		DeregisterPeer: func(ctx context.Context, endpoint string) error {
-			return peerError(r.Deregister(ctx, endpoint))
+			return peerError(field, r.Deregister(ctx, endpoint))
 		},
 		Peers: r.Peers,
 	}
 }
 
 // peerError is what a client is told about a peer that it named.
-func peerError(err error) error {
+func peerError(field string, err error) error {
 	for _, e := range []struct {
 		is     error
 		status int
@@ -133,7 +127,7 @@ func peerError(err error) error {
 		{replica.ErrStopped, http.StatusServiceUnavailable},
 	} {
 		if errors.Is(err, e.is) {
-			return httperr.New(e.status, "url: "+err.Error())
+			return httperr.New(e.status, field+": "+err.Error())
 		}
 	}
 	return err

@@ -1,13 +1,10 @@
 package service
 
 import (
-	"compress/gzip"
-	"fmt"
 	"io"
 	"net/http"
 	"slices"
 	"strconv"
-	"strings"
 
 	"spillway/httperr"
 	"spillway/jsonhttp"
@@ -154,19 +151,17 @@ func together(listeners []Listener) string {
 
 // dump writes what the index holds, a partition after the other, while events go on.
 func (s *Server) dump(w http.ResponseWriter, r *http.Request) *httperr.Error {
-	w.Header().Set("Content-Type", "application/json")
-	var to io.Writer = w
-	if acceptsGzip(r.Header.Values("Accept-Encoding")) {
-		w.Header().Set("Content-Encoding", "gzip")
-		zip, err := gzip.NewWriterLevel(w, gzip.BestSpeed)
-		if err != nil {
-			return httperr.From(fmt.Errorf("indexer: dump: %w", err), "", http.StatusServiceUnavailable)
-		}
-		defer func() { _ = zip.Close() }() // a client that has left hears nothing
-		to = zip
+	err := jsonhttp.SendLong(w, r, func(to io.Writer) error { return WriteDump(to, s.registry.known()) })
+	if err != nil {
+		s.log.Info("a dump was not read to its end", "err", err)
 	}
-	d := wire.NewDumpWriter(to)
-	for _, p := range s.registry.known() {
+	return nil
+}
+
+// WriteDump writes what partitions hold, in the form that others recover from.
+func WriteDump(w io.Writer, all []*kvindex.Partition) error {
+	d := wire.NewDumpWriter(w)
+	for _, p := range all {
 		d.Partition(p.Name, uint32(p.BlockSize()))
 		p.Index.Dump(func(run kvindex.Run) bool {
 			return d.Store(&wire.KVEvent{
@@ -175,23 +170,5 @@ func (s *Server) dump(w http.ResponseWriter, r *http.Request) *httperr.Error {
 			})
 		})
 	}
-	if err := d.Close(); err != nil {
-		s.log.Info("a dump was not read to its end", "err", err)
-	}
-	return nil
-}
-
-// acceptsGzip tells whether a client takes gzip.
-func acceptsGzip(headers []string) bool {
-	for _, header := range headers {
-		for coding := range strings.SplitSeq(header, ",") {
-			name, quality, _ := strings.Cut(coding, ";")
-			if strings.EqualFold(strings.TrimSpace(name), "gzip") {
-				q, given := strings.CutPrefix(strings.TrimSpace(quality), "q=")
-				v, err := strconv.ParseFloat(q, 64)
-				return !given || err == nil && v > 0
-			}
-		}
-	}
-	return false
+	return d.Close()
 }
