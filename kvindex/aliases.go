@@ -4,6 +4,7 @@ package kvindex
 // sequence hash, and back. A block may have several names.
 type aliases struct {
 	cells    []alias // in no order, without holes
+	places   []place // where the blocks of cells are
 	byEngine positions
 	bySeq    positions         // the newest alias of each block
 	older    map[uint64]uint64 // engine hash -> that of the next older alias of the same block; nil until needed
@@ -20,22 +21,27 @@ func (a *aliases) find(engine uint64) (slot, pos int, ok bool) {
 	return slot, a.byEngine.at(slot), true
 }
 
-// seq returns the block that an engine hash means.
-func (a *aliases) seq(engine uint64) (seq uint64, ok bool) {
+// block returns the block that an engine hash means.
+func (a *aliases) block(engine uint64) (seq uint64, at place, ok bool) {
 	_, pos, ok := a.find(engine)
 	if !ok {
-		return 0, false
+		return 0, 0, false
 	}
-	return a.cells[pos].seq, true
+	return a.cells[pos].seq, a.places[pos], true
 }
 
-func (a *aliases) findSeq(seq uint64) int {
-	return a.bySeq.find(mix(seq), func(pos int) bool { return a.cells[pos].seq == seq })
+// means tells whether a cell means a block.
+func (a *aliases) means(pos int, seq uint64, at place) bool {
+	return a.cells[pos].seq == seq && a.places[pos].shard() == at.shard()
+}
+
+func (a *aliases) findSeq(seq uint64, at place) int {
+	return a.bySeq.find(mix(seq), func(pos int) bool { return a.means(pos, seq, at) })
 }
 
 // newest returns the newest engine hash of a block.
-func (a *aliases) newest(seq uint64) (engine uint64, ok bool) {
-	slot := a.findSeq(seq)
+func (a *aliases) newest(seq uint64, at place) (engine uint64, ok bool) {
+	slot := a.findSeq(seq, at)
 	if slot < 0 {
 		return 0, false
 	}
@@ -48,12 +54,12 @@ func (a *aliases) touch(engine, seq uint64) uint64 {
 }
 
 // add adds an engine hash that is not there, and tells whether it is the block's first.
-func (a *aliases) add(engine, seq uint64) (first bool) {
+func (a *aliases) add(engine, seq uint64, at place) (first bool) {
 	a.makeRoom()
 	pos := len(a.cells)
-	a.cells = append(a.cells, alias{engine, seq})
+	a.cells, a.places = append(a.cells, alias{engine, seq}), append(a.places, at)
 	a.byEngine.add(mix(engine), pos)
-	slot := a.findSeq(seq)
+	slot := a.findSeq(seq, at)
 	if slot < 0 {
 		a.bySeq.add(mix(seq), pos)
 		return true
@@ -69,7 +75,7 @@ func (a *aliases) add(engine, seq uint64) (first bool) {
 // remove removes the alias that find has found, and tells whether it was the block's last.
 func (a *aliases) remove(slot, pos int) (last bool) {
 	gone := a.cells[pos]
-	at := a.findSeq(gone.seq)
+	at := a.findSeq(gone.seq, a.places[pos])
 	next, hasOlder := a.older[gone.engine]
 	switch newest := a.cells[a.bySeq.at(at)].engine; {
 	case newest == gone.engine && !hasOlder:
@@ -106,9 +112,9 @@ func (a *aliases) fill(pos int) {
 		if slot := a.bySeq.find(mix(c.seq), isEnd); slot >= 0 {
 			a.bySeq.set(slot, pos)
 		}
-		a.cells[pos] = c
+		a.cells[pos], a.places[pos] = c, a.places[end]
 	}
-	a.cells = trimmed(a.cells[:end])
+	a.cells, a.places = trimmed(a.cells[:end]), trimmed(a.places[:end])
 	if len(a.cells) == 0 {
 		*a = aliases{}
 	}

@@ -7,296 +7,192 @@ import (
 	"sync/atomic"
 )
 
-// blocks is a table from the hash of a block to those who hold it. It is cut into shards by hash.
-// Writers lock a shard for one change. Readers take no lock: a shard has a version that is odd
-// while a writer is at it, and a reader that finds it odd, or another one after looking than
-// before, looks again.
+// blocks is a table from the sequence hash of a block to those who hold it. It is cut into shards
+// by stretches, so that a query finds many blocks in a row in one shard, and there mostly side by
+// side: what a search costs is the memory it has to wait for. Writers lock a shard for one change.
+// Readers take no lock: a shard has a version that is odd while a writer is at it, and a reader
+// that finds it odd, or another one after looking than before, looks again.
 type blocks struct {
 	shards    []shard
 	shardBits int
-	traced    bool // cells remember what they were made from
 }
 
 type shard struct {
 	mu      sync.Mutex // guards changes of all that follows; no other lock is taken under it
 	version atomic.Uint64
 	table   atomic.Pointer[table] // nil while there is nothing
-	live    int                   // blocks in the table; at most four fifths of its cells
+	room    room
 	rows    rows
 	scratch []uint32
 	_       [64]byte // the next shard's writers are not our business
 }
 
-// table is open addressing with linear probing. A cell is in use if it has holders.
-type table struct {
-	cells   []cell
-	origins []origin // by cell; nil if not traced
+// stretch is how many consecutive blocks of a prompt are in one shard, that of the first of them.
+// A stretch begins at each multiple of it. Prompts that part within a stretch stay together until
+// its end, so it should not be long either.
+const (
+	stretchBits = 4
+	stretch     = 1 << stretchBits
+)
+
+// place is the shard of a block, and how many blocks of its stretch come before it. A block has
+// only one, since a sequence hash tells all blocks before it; should two blocks have the same
+// hash in spite of that, they are the same one if they are in the same shard.
+type place uint16
+
+func newBlocks(shardBits int) *blocks {
+	return &blocks{shards: make([]shard, 1<<shardBits), shardBits: shardBits}
 }
 
-type cell struct{ key, holders atomic.Uint64 }
+// first returns the place of a block that begins a stretch, as the first of a prompt does.
+func (b *blocks) first(key uint64) place { return place(mix(key) >> (64 - b.shardBits) << stretchBits) }
 
-// origin is what a sequence hash was made from. For a first block, parent is of no meaning and
-// local is the sequence hash itself.
-type origin struct{ parent, local uint64 }
-
-func newBlocks(shardBits int, traced bool) *blocks {
-	return &blocks{shards: make([]shard, 1<<shardBits), shardBits: shardBits, traced: traced}
+// next returns the place of the block that follows one at p.
+func (b *blocks) next(p place, key uint64) place {
+	if p%stretch == stretch-1 {
+		return b.first(key)
+	}
+	return p + 1
 }
 
-// shard returns the shard of a key, and the hash that tells its cell within it.
-func (b *blocks) shard(key uint64) (s *shard, h uint64) {
-	h = mix(key)
-	return &b.shards[h>>(64-b.shardBits)], h << b.shardBits
-}
+func (p place) shard() int { return int(p >> stretchBits) }
+
+// shard returns the shard of a place.
+func (b *blocks) shard(p place) *shard { return &b.shards[p.shard()] }
 
 // patience is how often a reader looks for a moment without writers before it waits for one.
 const patience = 64
 
-// read returns the holders of a block. If they are in a row it is copied to row, which grows as
-// needed and is returned.
-func (b *blocks) read(key uint64, row []uint64) (holders, []uint64) {
-	s, h := b.shard(key)
+// read returns the holders of a block and the cell they are in, which is probably the one after
+// near. If they are in a row it is copied to row, which grows as needed and is returned.
+func (s *shard) read(key uint64, near int, row []uint64) (holders, int, []uint64) {
 	for range patience {
 		v := s.version.Load()
 		if v&1 != 0 {
 			continue
 		}
-		var found holders
+		var held holders
+		at := near
 		if t := s.table.Load(); t != nil {
-			found = holders(t.find(key, h))
-		}
-		if found != 0 && found.inline() == 0 {
-			words := s.rows.words(found.size(), found.row())
-			row = slices.Grow(row[:0], len(words))[:len(words)]
-			for i := range words {
-				row[i] = words[i].Load()
+			if at = t.after(near, key); at >= 0 {
+				held = holders(t.cells[at].holders.Load())
 			}
 		}
+		row = s.rows.copied(row, held)
 		if s.version.Load() == v {
-			return found, row
+			return held, at, row
 		}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var found holders
-	if t := s.table.Load(); t != nil {
-		found = holders(t.find(key, h))
-	}
-	if found != 0 && found.inline() == 0 {
-		row = row[:0]
-		for i, words := 0, s.rows.words(found.size(), found.row()); i < len(words); i++ {
-			row = append(row, words[i].Load())
-		}
-	}
-	return found, row
-}
-
-// covers tells whether a block's holders are a row of bits that has all of set. If a writer comes
-// between, it is false; read will tell more.
-func (b *blocks) covers(key uint64, set []uint64) bool {
-	s, h := b.shard(key)
-	v := s.version.Load()
 	t := s.table.Load()
-	if v&1 != 0 || t == nil {
-		return false
+	if t == nil {
+		return 0, near, row
 	}
-	found := holders(t.find(key, h))
-	if found == 0 || found.inline() > 0 || !found.dense() {
-		return false
+	at := t.after(near, key)
+	if at < 0 {
+		return 0, at, row
 	}
-	words := s.rows.words(found.size(), found.row())
-	if len(words) < len(set) {
-		return false
-	}
-	var missing uint64
-	for i, w := range set {
-		missing |= w &^ words[i].Load()
-	}
-	return missing == 0 && s.version.Load() == v
+	held := holders(t.cells[at].holders.Load())
+	return held, at, s.rows.copied(row, held)
 }
 
-// find returns the holders of key, 0 if there is no such cell. A reader may call it at any time,
-// but can believe the result only if the version has stayed.
-func (t *table) find(key, h uint64) uint64 {
-	for i := home(h, len(t.cells)); ; {
-		held := t.cells[i].holders.Load()
-		if held == 0 || t.cells[i].key.Load() == key {
-			return held
-		}
-		if i++; i == len(t.cells) {
-			i = 0
-		}
-	}
-}
-
-// touch looks at where a block is or would be.
-func (b *blocks) touch(key uint64) uint64 {
-	s, h := b.shard(key)
-	t := s.table.Load()
+// touch looks at where the search for a block begins.
+func (b *blocks) touch(key uint64, p place) uint64 {
+	t := b.shard(p).table.Load()
 	if t == nil {
 		return 0
 	}
-	i := home(h, len(t.cells))
-	return t.cells[i].holders.Load()
-}
-
-// cell returns the cell of key, or the empty one where it would be.
-func (t *table) cell(key, h uint64) int {
-	i := home(h, len(t.cells))
-	for t.cells[i].holders.Load() != 0 && t.cells[i].key.Load() != key {
-		if i++; i == len(t.cells) {
-			i = 0
-		}
-	}
-	return i
+	return uint64(t.touch(key))
 }
 
 // add records that seat, one of the first known ones, holds a block. It does nothing if that is
 // recorded already.
-func (b *blocks) add(key uint64, seat uint32, known int, from origin) {
-	s, h := b.shard(key)
+func (b *blocks) add(key uint64, p place, seat uint32, known int, from origin) {
+	s := b.shard(p)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	t := s.table.Load()
-	if t == nil {
-		t = b.resizeLocked(s)
-	}
-	i := t.cell(key, h)
-	held := holders(t.cells[i].holders.Load())
-	if held == 0 {
-		if (s.live+1)*5 > len(t.cells)*4 {
-			t = b.resizeLocked(s)
-			i = t.cell(key, h)
-		}
+	t := s.roomyLocked()
+	if i := t.find(key); i >= 0 {
 		s.version.Add(1)
-		s.live++
-		if t.origins != nil {
-			t.origins[i] = from
-		}
-		t.cells[i].key.Store(key)
-		t.cells[i].holders.Store(uint64(oneHolder(seat)))
+		held := holders(t.cells[i].holders.Load())
+		t.cells[i].holders.Store(uint64(s.withLocked(held, seat, known)))
 		s.version.Add(1)
 		return
 	}
+	near := -1
+	if p%stretch > 0 {
+		near = t.find(from.parent)
+	}
+	i := s.room.take(t, near)
+	t.origins[i] = from
 	s.version.Add(1)
-	t.cells[i].holders.Store(uint64(s.withLocked(held, seat, known)))
+	t.cells[i].key.Store(key)
+	t.cells[i].holders.Store(uint64(oneHolder(seat)))
+	s.room.list(t, key, i)
 	s.version.Add(1)
 }
 
 // remove records that seat does not hold a block any more. It does nothing if it did not.
-func (b *blocks) remove(key uint64, seat uint32, known int) {
-	s, h := b.shard(key)
+func (b *blocks) remove(key uint64, p place, seat uint32, known int) {
+	s := b.shard(p)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	t := s.table.Load()
 	if t == nil {
 		return
 	}
-	i := t.cell(key, h)
+	slot, i := t.search(key)
+	if i < 0 {
+		return
+	}
 	held := holders(t.cells[i].holders.Load())
-	if held == 0 {
-		return
-	}
 	s.version.Add(1)
-	defer s.version.Add(1)
 	left := s.withoutLocked(held, seat, known)
-	if left != 0 {
-		t.cells[i].holders.Store(uint64(left))
-		return
+	t.cells[i].holders.Store(uint64(left))
+	if left == 0 {
+		s.room.unlist(t, slot)
+		s.room.give(t, i)
 	}
-	b.emptyLocked(t, i)
-	s.live--
-	switch {
-	case s.live == 0:
-		s.table.Store(nil)
+	s.version.Add(1)
+	switch n := s.room.live; {
+	case n == 0:
+		s.swapLocked(nil, room{})
 		s.scratch = nil
-	case len(t.cells) > minCells && s.live*5 < len(t.cells):
-		s.table.Store(b.resized(s))
+	case n*5 < len(t.cells) && len(t.cells) > minCells:
+		s.swapLocked(resized(t, n))
 	}
 }
 
-// emptyLocked empties a cell, and moves those up that would not be found behind an empty one.
-func (b *blocks) emptyLocked(t *table, gap int) {
-	n := len(t.cells)
-	for i := gap; ; {
-		if i++; i == n {
-			i = 0
-		}
-		held := t.cells[i].holders.Load()
-		if held == 0 {
-			break
-		}
-		key := t.cells[i].key.Load()
-		from := home(mix(key)<<b.shardBits, n)
-		if distance(from, i, n) < distance(gap, i, n) {
-			continue // its home lies behind the gap
-		}
-		t.cells[gap].key.Store(key)
-		t.cells[gap].holders.Store(held)
-		if t.origins != nil {
-			t.origins[gap] = t.origins[i]
-		}
-		gap = i
-	}
-	t.cells[gap].holders.Store(0)
-}
-
-// distance is how many steps lead from one of n cells to another.
-func distance(from, to, n int) int {
-	if to < from {
-		return to - from + n
-	}
-	return to - from
-}
-
-const minCells = 8
-
-// resizeLocked makes the table anew, with room for more.
-func (b *blocks) resizeLocked(s *shard) *table {
-	t := b.resized(s)
-	s.version.Add(1)
-	s.table.Store(t)
-	s.version.Add(1)
-	return t
-}
-
-// resized is a copy of the shard's table that is filled to 55 in 100.
-func (b *blocks) resized(s *shard) *table {
-	t := &table{cells: make([]cell, max(minCells, s.live*20/11+1))}
-	if b.traced {
-		t.origins = make([]origin, len(t.cells))
-	}
-	was := s.table.Load()
-	if was == nil {
+// roomyLocked returns the shard's table, which has room for one more block.
+func (s *shard) roomyLocked() *table {
+	t := s.table.Load()
+	if t != nil && s.room.left(t) {
 		return t
 	}
-	for i := range was.cells {
-		held := was.cells[i].holders.Load()
-		if held == 0 {
-			continue
-		}
-		key := was.cells[i].key.Load()
-		at := t.cell(key, mix(key)<<b.shardBits)
-		t.cells[at].key.Store(key)
-		t.cells[at].holders.Store(held)
-		if b.traced {
-			t.origins[at] = was.origins[i]
-		}
-	}
+	return s.swapLocked(resized(t, s.room.live))
+}
+
+// swapLocked puts a table in the place of the shard's, and returns it.
+func (s *shard) swapLocked(t *table, r room) *table {
+	s.version.Add(1)
+	s.table.Store(t)
+	s.room = r
+	s.version.Add(1)
 	return t
 }
 
 // origin returns what a block was made from, or false if it is not there.
-func (b *blocks) origin(key uint64) (origin, bool) {
-	s, h := b.shard(key)
+func (b *blocks) origin(key uint64, p place) (origin, bool) {
+	s := b.shard(p)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	t := s.table.Load()
 	if t == nil {
 		return origin{}, false
 	}
-	i := t.cell(key, h)
-	if t.cells[i].holders.Load() == 0 {
+	i := t.find(key)
+	if i < 0 {
 		return origin{}, false
 	}
 	return t.origins[i], true
@@ -358,7 +254,4 @@ func (s *shard) replaceLocked(held holders, known int) holders {
 }
 
 // empty tells whether the shard that a key would be in holds nothing.
-func (b *blocks) empty(key uint64) bool {
-	s, _ := b.shard(key)
-	return s.table.Load() == nil
-}
+func (b *blocks) empty(key uint64) bool { return b.shard(b.first(key)).table.Load() == nil }

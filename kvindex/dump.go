@@ -87,31 +87,31 @@ func (x *Index) dumpDevice(s *source, fn func(Run) bool) bool {
 
 // names copies what the rank holds on its device: aliases, those of one block from the oldest to
 // the newest.
-func (s *source) names() (cells []alias, older map[uint64]uint64) {
+func (s *source) names() (cells []alias, places []place, older map[uint64]uint64) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
-	cells = append(cells, s.aliases.cells...)
+	cells, places = append(cells, s.aliases.cells...), append(places, s.aliases.places...)
 	if len(s.aliases.older) > 0 {
 		older = make(map[uint64]uint64, len(s.aliases.older))
 		for k, v := range s.aliases.older {
 			older[k] = v
 		}
 	}
-	return cells, older
+	return cells, places, older
 }
 
 // arrange makes a forest of aliases.
-func (x *Index) arrange(cells []alias, older map[uint64]uint64) (blocks []dumped, firsts []int) {
+func (x *Index) arrange(cells []alias, places []place, older map[uint64]uint64) (blocks []dumped, firsts []int) {
 	at := make(map[uint64]int, len(cells)) // by sequence hash
 	hidden := make(map[uint64]bool, len(older))
 	for _, e := range older {
 		hidden[e] = true
 	}
-	for _, c := range cells {
+	for pos, c := range cells {
 		if hidden[c.engine] {
 			continue
 		}
-		from, ok := x.device.origin(c.seq)
+		from, ok := x.device.origin(c.seq, places[pos])
 		if !ok {
 			continue // removed meanwhile
 		}

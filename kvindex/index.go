@@ -49,9 +49,9 @@ const (
 func New(cfg Config) *Index { return newIndex(cfg, &budget{limit: int64(cfg.MaxEntries)}) }
 
 func newIndex(cfg Config, b *budget) *Index {
-	x := &Index{budget: b, seats: newSeating(cfg.MaxRanks), device: newBlocks(deviceShards, true)}
+	x := &Index{budget: b, seats: newSeating(cfg.MaxRanks), device: newBlocks(deviceShards)}
 	for t := worker.HostPinned; t < worker.Tiers; t++ {
-		x.roots[t] = newBlocks(rootShards, false)
+		x.roots[t] = newBlocks(rootShards)
 	}
 	return x
 }

@@ -1,9 +1,19 @@
 package kvindex
 
-import "math/bits"
+import (
+	"hash/maphash"
+	"math/bits"
+)
+
+// multiplier is odd, and another one in each process, as in Go's maps: engines choose their hashes
+// and clients their prompts, and nobody shall find many that meet in one place of a table.
+var multiplier = maphash.String(maphash.MakeSeed(), "kvindex") | 1
 
 // mix spreads a hash that somebody else chose over 64 bits, the upper ones best.
-func mix(h uint64) uint64 { return (h ^ h>>32) * 0x9e3779b97f4a7c15 }
+func mix(h uint64) uint64 {
+	h *= multiplier
+	return (h ^ h>>32) * 0x9e3779b97f4a7c15
+}
 
 // home maps a spread hash to one of n slots. It never falls as h rises.
 func home(h uint64, n int) int {

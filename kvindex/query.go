@@ -3,6 +3,7 @@ package kvindex
 import (
 	"math/bits"
 	"slices"
+	"sync/atomic"
 
 	"spillway/kvhash"
 	"spillway/worker"
@@ -18,6 +19,8 @@ type scratch struct {
 	dense bool
 	list  []uint32
 	set   []uint64
+	same  holders // who held the last block that was read; all who are left are of them
+	near  int     // the cell of the last block in the shard that is being read, or -1
 
 	touched uint64 // of no meaning, like a source's
 
@@ -67,42 +70,98 @@ func (x *Index) queryOnce(local []uint64, m *Matches, lower bool) {
 // device finds who holds the longest prefix, block by block until nobody is left.
 func (m *Matches) device(b *blocks, local []uint64) {
 	m.seqs = append(m.seqs[:0], local[0])
-	var held, was holders
-	held, m.row = b.read(local[0], m.row)
+	s := b.shard(b.first(local[0]))
+	var held holders
+	held, m.near, m.row = s.read(local[0], -1, m.row)
 	if held == 0 {
 		return
 	}
 	m.start(held)
-	was = held
-	for i := 1; i < len(local); i++ {
-		if i == len(m.seqs) {
+	m.same = held
+	for i := 1; i < len(local); {
+		if i+stretch > len(m.seqs) && len(m.seqs) < len(local) {
 			m.lookAhead(b, local)
 		}
-		seq := m.seqs[i]
-		if m.dense && b.covers(seq, m.set) {
-			continue // all of them, and perhaps more
+		if i%stretch == 0 {
+			s, m.near = b.shard(b.first(m.seqs[i])), -1
 		}
-		if held, m.row = b.read(seq, m.row); held == was && held.inline() > 0 {
-			continue // the same few as before
+		end := min((i/stretch+1)*stretch, len(m.seqs))
+		if i += m.pass(s, m.seqs[i:end]); i == end {
+			continue
 		}
-		was = held
-		if !m.keep(held, i) {
+		held, m.near, m.row = s.read(m.seqs[i], m.near, m.row)
+		if m.same = held; !m.keep(held, i) {
 			return
 		}
+		i++
 	}
 	m.drop(len(local))
 }
 
-// lookAhead computes the next sequence hashes, as many as there are but no more than ahead, and
-// looks at where their blocks would be, so that what is not in the processor's cache comes at once.
+// lookAhead computes the next sequence hashes, as many as there are but no more than a stretch,
+// and looks at where their blocks are, so that what is not in the processor's cache comes
+// meanwhile. Those of one stretch are side by side.
 func (m *Matches) lookAhead(b *blocks, local []uint64) {
 	n := len(m.seqs)
 	seq := m.seqs[n-1]
-	for _, l := range local[n:min(len(local), n+min(n, ahead))] {
+	for _, l := range local[n:min(len(local), n+min(n, stretch))] {
 		seq = kvhash.Next(seq, l)
+		if len(m.seqs)%stretch == 0 {
+			m.touched += b.touch(seq, b.first(seq))
+		}
 		m.seqs = append(m.seqs, seq)
-		m.touched += b.touch(seq)
 	}
+}
+
+// pass returns how many of the next blocks, which are in one shard, all of those hold who have
+// held all before. If a writer comes between it is 0; read will tell more.
+func (m *Matches) pass(s *shard, seqs []uint64) (n int) {
+	v, t := s.version.Load(), s.table.Load()
+	if v&1 != 0 || t == nil {
+		return 0
+	}
+	near := m.near
+	for _, seq := range seqs {
+		at := t.after(near, seq)
+		if at < 0 {
+			break
+		}
+		held := holders(t.cells[at].holders.Load())
+		if held.inline() > 0 {
+			if held != m.same {
+				break
+			}
+		} else if !held.dense() || !m.within(s.rows.words(held.size(), held.row())) {
+			break
+		}
+		near = at
+		n++
+	}
+	if s.version.Load() != v {
+		return 0
+	}
+	m.near = near
+	return n
+}
+
+// within tells whether a row of bits has all who hold all blocks so far.
+func (m *Matches) within(row []atomic.Uint64) bool {
+	if !m.dense {
+		for _, s := range m.list {
+			if i := int(s / 64); i >= len(row) || row[i].Load()&(1<<(s%64)) == 0 {
+				return false
+			}
+		}
+		return true
+	}
+	if len(row) < len(m.set) {
+		return false
+	}
+	var missing uint64
+	for i, w := range m.set {
+		missing |= w &^ row[i].Load()
+	}
+	return missing == 0
 }
 
 // start makes all of held those who hold all so far.
@@ -251,7 +310,7 @@ func (m *Matches) merge(held holders, blocks int) {
 func (m *Matches) lower(x *Index, p *plan, local []uint64) {
 	for i, h := range m.hits {
 		if p.lower[h.seat].Load() != 0 {
-			m.walk(p.sources[h.seat].Load(), &m.Ranks[i], local)
+			m.walk(x.device, p.sources[h.seat].Load(), &m.Ranks[i], local)
 		}
 	}
 	var roots [worker.Tiers]bool
@@ -270,7 +329,8 @@ func (m *Matches) lower(x *Index, p *plan, local []uint64) {
 			continue
 		}
 		var held holders
-		if held, m.row = x.roots[t].read(local[0], m.row); held == 0 {
+		root := x.roots[t].shard(x.roots[t].first(local[0]))
+		if held, _, m.row = root.read(local[0], -1, m.row); held == 0 {
 			continue
 		}
 		m.start(held)
@@ -293,7 +353,7 @@ func (m *Matches) lower(x *Index, p *plan, local []uint64) {
 				continue
 			}
 			match := Match{Rank: s.rank}
-			if m.walk(s, &match, local); match.Host+match.Disk > 0 {
+			if m.walk(x.device, s, &match, local); match.Host+match.Disk > 0 {
 				m.Ranks = append(m.Ranks, match)
 			}
 		}
@@ -312,7 +372,7 @@ func fit(s []uint64, n int) []uint64 {
 }
 
 // walk extends a match by the lower tiers of its rank, each from where the one before it ends.
-func (m *Matches) walk(s *source, match *Match, local []uint64) {
+func (m *Matches) walk(b *blocks, s *source, match *Match, local []uint64) {
 	if s == nil {
 		return
 	}
@@ -320,7 +380,7 @@ func (m *Matches) walk(s *source, match *Match, local []uint64) {
 	defer s.mu.RUnlock()
 	pos, last := match.Device, Parent{}
 	if pos > 0 {
-		engine, ok := s.aliases.newest(m.seqs[pos-1])
+		engine, ok := s.aliases.newest(m.seqs[pos-1], b.first(m.seqs[(pos-1)/stretch*stretch]))
 		if !ok {
 			return // removed meanwhile
 		}

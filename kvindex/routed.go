@@ -220,7 +220,7 @@ func (x *Index) known(rank worker.Rank, engine []uint64) []bool {
 		s.mu.RLock()
 		defer s.mu.RUnlock()
 		for i, e := range engine {
-			_, all[i] = s.aliases.seq(e)
+			_, _, all[i] = s.aliases.block(e)
 		}
 	}
 	return all

@@ -2,6 +2,7 @@ package kvindex
 
 import (
 	"math/bits"
+	"slices"
 	"sync/atomic"
 )
 
@@ -71,6 +72,19 @@ func (r *rows) words(size int, row uint32) []atomic.Uint64 {
 		return nil
 	}
 	return (*all)[from:to]
+}
+
+// copied returns the row of h in dst, which grows as needed. If h has none, dst stays.
+func (r *rows) copied(dst []uint64, h holders) []uint64 {
+	if h == 0 || h.inline() > 0 {
+		return dst
+	}
+	words := r.words(h.size(), h.row())
+	dst = slices.Grow(dst[:0], len(words))[:len(words)]
+	for i := range words {
+		dst[i] = words[i].Load()
+	}
+	return dst
 }
 
 // take returns a row that nobody uses. What is in it is left from before.

@@ -44,9 +44,10 @@ const ahead = 16
 // tells that some engine hash now means another block.
 func (s *source) storeLocked(x *Index, parent Parent, engine, local []uint64) (added int, moved bool, status Status) {
 	var up uint64
+	var at place
 	if parent.Set {
 		var ok bool
-		if up, ok = s.aliases.seq(parent.Hash); !ok {
+		if up, at, ok = s.aliases.block(parent.Hash); !ok {
 			return 0, false, ParentUnknown
 		}
 	}
@@ -54,21 +55,24 @@ func (s *source) storeLocked(x *Index, parent Parent, engine, local []uint64) (a
 	for len(engine) > 0 {
 		n := min(ahead, len(engine))
 		var seqs [ahead]uint64
+		var places [ahead]place
 		seq := up
 		for i, l := range local[:n] {
 			if parent.Set {
 				seq = kvhash.Next(seq, l)
+				at = x.device.next(at, seq)
 			} else {
 				seq, parent.Set = l, true
+				at = x.device.first(seq)
 			}
-			seqs[i] = seq
-			s.touched += s.aliases.touch(engine[i], seq) + x.device.touch(seq)
+			seqs[i], places[i] = seq, at
+			s.touched += s.aliases.touch(engine[i], seq) + x.device.touch(seq, at)
 		}
 		for i, e := range engine[:n] {
 			from := origin{up, local[i]}
 			up = seqs[i]
 			if slot, pos, ok := s.aliases.find(e); ok {
-				if s.aliases.cells[pos].seq == up {
+				if s.aliases.means(pos, up, places[i]) {
 					continue
 				}
 				s.removeLocked(x, slot, pos)
@@ -76,8 +80,8 @@ func (s *source) storeLocked(x *Index, parent Parent, engine, local []uint64) (a
 				moved = true
 			}
 			added++
-			if s.aliases.add(e, up) {
-				x.device.add(up, s.seat, known, from)
+			if s.aliases.add(e, up, places[i]) {
+				x.device.add(up, places[i], s.seat, known, from)
 			}
 		}
 		engine, local = engine[n:], local[n:]
@@ -93,8 +97,8 @@ func (s *source) removeDeviceLocked(x *Index, engine []uint64) (removed int) {
 			s.touched += s.aliases.touch(e, 0)
 		}
 		for _, e := range engine[:n] {
-			if seq, ok := s.aliases.seq(e); ok {
-				s.touched += s.aliases.touch(e, seq) + x.device.touch(seq)
+			if seq, at, ok := s.aliases.block(e); ok {
+				s.touched += s.aliases.touch(e, seq) + x.device.touch(seq, at)
 			}
 		}
 		for _, e := range engine[:n] {
@@ -110,9 +114,9 @@ func (s *source) removeDeviceLocked(x *Index, engine []uint64) (removed int) {
 
 // removeLocked removes the alias that find has found.
 func (s *source) removeLocked(x *Index, slot, pos int) {
-	seq := s.aliases.cells[pos].seq
+	seq, at := s.aliases.cells[pos].seq, s.aliases.places[pos]
 	if s.aliases.remove(slot, pos) {
-		x.device.remove(seq, s.seat, x.seats.known())
+		x.device.remove(seq, at, s.seat, x.seats.known())
 	}
 }
 
@@ -135,7 +139,7 @@ func (s *source) storeLowerLocked(x *Index, tier worker.Tier, from Parent, engin
 			e.add(edge{from, local[i], hash})
 			added++
 			if !from.Set {
-				x.roots[tier].add(local[i], s.seat, x.seats.known(), origin{})
+				x.roots[tier].add(local[i], x.roots[tier].first(local[i]), s.seat, x.seats.known(), origin{})
 			}
 		}
 		from = After(hash)
@@ -160,7 +164,7 @@ func (s *source) removeLowerLocked(x *Index, tier worker.Tier, engine []uint64) 
 		}
 		removed++
 		if c := e.cells[pos]; !c.from.Set {
-			x.roots[tier].remove(c.local, s.seat, x.seats.known())
+			x.roots[tier].remove(c.local, x.roots[tier].first(c.local), s.seat, x.seats.known())
 		}
 		e.remove(slot, pos)
 	}
@@ -182,14 +186,14 @@ func (s *source) clearLocked(x *Index) (entries int) {
 		entries += len(e.cells)
 		for _, c := range e.cells {
 			if !c.from.Set {
-				x.roots[tier].remove(c.local, s.seat, known)
+				x.roots[tier].remove(c.local, x.roots[tier].first(c.local), s.seat, known)
 			}
 		}
 		s.lower[tier] = nil
 	}
 	entries += len(s.aliases.cells)
-	for _, c := range s.aliases.cells {
-		x.device.remove(c.seq, s.seat, known) // once for each alias, which does no harm
+	for i, c := range s.aliases.cells {
+		x.device.remove(c.seq, s.aliases.places[i], s.seat, known) // once for each alias, which does no harm
 	}
 	s.aliases = aliases{}
 	s.seen = seen{}

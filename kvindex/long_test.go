@@ -1,0 +1,188 @@
+package kvindex_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"spillway/kvhash"
+	"spillway/kvindex"
+	"spillway/worker"
+)
+
+// tree is prompts of up to 90 blocks, of which each but the first begins like another one, and
+// parts from it anywhere.
+func tree(r *rand.Rand, prompts int) [][]uint64 {
+	var all [][]uint64
+	for i := range prompts {
+		var p []uint64
+		if i > 0 {
+			p = all[r.IntN(i)]
+			p = slices.Clone(p[:r.IntN(len(p))])
+		}
+		for len(p) < 90 && (len(p) == 0 || r.IntN(40) > 0) {
+			p = append(p, scramble(uint64(i*1000+len(p))))
+		}
+		all = append(all, p)
+	}
+	return all
+}
+
+// TestLongPrompts has ranks store long prompts in pieces, and drop some blocks of them, from the
+// end or anywhere.
+func TestLongPrompts(t *testing.T) {
+	for seed := range uint64(6) {
+		t.Run(fmt.Sprint("seed=", seed), func(t *testing.T) {
+			r := rand.New(rand.NewPCG(seed, 5))
+			ranks := []int{2, 6, 30}[seed%3]
+			prompts := tree(r, 8)
+			ix, slow := kvindex.New(kvindex.DefaultConfig()), newModel(1<<30)
+			var m kvindex.Matches
+			steps := 3000
+			if testing.Short() {
+				steps /= 10
+			}
+			for step := range steps {
+				rank := worker.Rank{Worker: worker.ID(r.IntN(ranks))}
+				p := prompts[r.IntN(len(prompts))]
+				engine := kvhash.AppendSequences(nil, p) // the same for all, as with vLLM
+				from := r.IntN(len(p))
+				to := from + 1 + r.IntN(len(p)-from)
+				switch r.IntN(4) {
+				case 0, 1:
+					for from < to { // in pieces
+						n := min(to-from, 1+r.IntN(20))
+						var parent kvindex.Parent
+						if from > 0 {
+							parent = kvindex.After(engine[from-1])
+						}
+						e, l := engine[from:from+n], p[from:from+n]
+						if got, want := ix.Store(rank, worker.Device, parent, e, l), slow.store(rank, worker.Device, parent, e, l); got != want {
+							t.Fatalf("step %d: store of %d blocks from %d: got %s, want %s", step, n, from, got, want)
+						}
+						from += n
+					}
+				case 2:
+					gone := slices.Clone(engine[from:])
+					if r.IntN(2) == 0 {
+						slices.Reverse(gone)
+					}
+					ix.Remove(rank, worker.Device, gone)
+					slow.remove(rank, worker.Device, gone)
+				case 3:
+					ix.Remove(rank, worker.Device, engine[from:from+1])
+					slow.remove(rank, worker.Device, engine[from:from+1])
+				}
+				for _, p := range prompts[step%2*4:][:4] {
+					ix.Query(p, &m)
+					m.Sort()
+					if want := slow.query(p, true); !slices.Equal(m.Ranks, want) {
+						t.Fatalf("step %d: %x: got %v, want %v", step, p, m.Ranks, want)
+					}
+				}
+				if got, want := ix.Entries(), slow.entries(); got != want {
+					t.Fatalf("step %d: %d entries, want %d", step, got, want)
+				}
+			}
+		})
+	}
+}
+
+// TestTornReads has two ranks, which are far apart in a long row of bits, hold a block in turns,
+// never both at a time. Reading the row takes as long as some of these changes; whoever sees both
+// has seen no one moment.
+func TestTornReads(t *testing.T) {
+	const ranks, steady = 20_000, 600
+	ix := kvindex.New(kvindex.DefaultConfig())
+	rank := func(i int) worker.Rank { return worker.Rank{Worker: worker.ID(i)} }
+	for i := range ranks { // which makes rows long
+		ix.Store(rank(i), worker.Device, kvindex.Parent{}, []uint64{9}, []uint64{9})
+	}
+	prompt := []uint64{1, 2}
+	low, high := rank(0), rank(ranks-1)
+	for i := range steady {
+		ix.Store(rank(i+1), worker.Device, kvindex.Parent{}, prompt, prompt)
+	}
+	for _, r := range []worker.Rank{low, high} {
+		ix.Store(r, worker.Device, kvindex.Parent{}, prompt[:1], prompt[:1])
+	}
+	var stop atomic.Bool
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for !stop.Load() {
+			for _, r := range []worker.Rank{low, high} {
+				ix.Store(r, worker.Device, kvindex.After(1), prompt[1:], prompt[1:])
+				ix.Remove(r, worker.Device, prompt[1:])
+			}
+		}
+	})
+	var m kvindex.Matches
+	for n := range 20_000 {
+		ix.QueryDevice(prompt, &m)
+		if all, l, h := len(m.Ranks), m.Rank(low).Device, m.Rank(high).Device; all != steady+2 || l == 0 || h == 0 || l+h > 3 {
+			t.Errorf("query %d: %d ranks, want %d; two that never hold the second block at a time have %d and %d blocks", n, all, steady+2, l, h)
+			break
+		}
+	}
+	stop.Store(true)
+	wg.Wait()
+}
+
+// TestCraftedHashes stores blocks whose hashes are all at one place of a table that spreads them
+// by a known multiplication, as a table of ours once did. It would take minutes there.
+func TestCraftedHashes(t *testing.T) {
+	const inverse = 0xf1de83e19937733d // of 0x9e3779b97f4a7c15
+	if k := uint64(inverse); k*0x9e3779b97f4a7c15 != 1 {
+		t.Fatal("that is not the inverse")
+	}
+	crafted := make([]uint64, 200_000)
+	for i := range crafted {
+		h := uint64(i+1) * inverse
+		crafted[i] = h ^ h>>32
+	}
+	ix := kvindex.New(kvindex.DefaultConfig())
+	began := time.Now()
+	for from := 0; from < len(crafted); from += 1000 {
+		some := crafted[from : from+1000]
+		for i := range some { // first blocks, so that their hashes are those of the prompt
+			ix.Store(rankA, worker.Device, kvindex.Parent{}, some[i:i+1], some[i:i+1])
+		}
+		if took := time.Since(began); took > time.Minute {
+			t.Fatalf("%d stores took %s", from+1000, took)
+		}
+	}
+	if ix.Entries() != len(crafted) {
+		t.Errorf("%d entries, want %d", ix.Entries(), len(crafted))
+	}
+}
+
+// TestNeighbours fills an index with prompts, and has engines drop and store blocks for a while.
+// Blocks that follow each other must mostly be in cells that do: queries are quick by that.
+func TestNeighbours(t *testing.T) {
+	for _, batch := range []int{64, 4, 1} {
+		ix := kvindex.New(kvindex.DefaultConfig())
+		const entries, workers = 100_000, 10
+		e := newEngines(conversations(1000), workers, entries/workers, batch)
+		filled := 0.0
+		for churned := 0; churned < 3*entries; {
+			for _, ev := range e.next() {
+				apply(ix, ev)
+				if filled > 0 {
+					churned += len(ev.engine)
+				}
+			}
+			if filled == 0 && ix.Entries() > entries*9/10 {
+				filled = ix.Neighbours()
+			}
+		}
+		after := ix.Neighbours()
+		t.Logf("batch=%d: %.3f of blocks are beside the one before them when the index is full, %.3f later", batch, filled, after)
+		if filled < 0.9 || after < 0.8 {
+			t.Errorf("batch=%d: %.3f and %.3f of blocks are beside the one before them", batch, filled, after)
+		}
+	}
+}
