@@ -143,6 +143,21 @@ func write(tr *tracker.Tracker, hashes []uint64, writing bool, stop <-chan struc
 	return took
 }
 
+// BenchmarkRead is what a router asks of the books for one decision, after one booking.
+func BenchmarkRead(b *testing.B) {
+	for _, shared := range []int{0, 32} {
+		b.Run(fmt.Sprintf("shared=%d", shared), func(b *testing.B) {
+			tr, rng := loaded(b, 10000, shared), rand.New(rand.NewPCG(3, 3))
+			query := prompt(rng, shared, 64-shared)
+			var board tracker.Board
+			b.ReportAllocs()
+			for b.Loop() {
+				tr.Read(query, start, &board)
+			}
+		})
+	}
+}
+
 // BenchmarkMemory tells what an active block costs.
 func BenchmarkMemory(b *testing.B) {
 	for _, shared := range []int{0, 32} {

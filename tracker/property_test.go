@@ -1,6 +1,7 @@
 package tracker_test
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -25,6 +26,7 @@ type machine struct {
 	model   *books
 	bookOf  map[worker.ID]*tracker.Book
 	now     time.Time
+	board   tracker.Board
 }
 
 var (
@@ -42,7 +44,7 @@ var (
 func TestAgreesWithModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		cfg := tracker.Config{ExpireAfter: 10 * time.Second, CheckEvery: 4 * time.Second}
-		m := &machine{tracker.New(cfg), newBooks(cfg), map[worker.ID]*tracker.Book{}, start}
+		m := &machine{tracker.New(cfg), newBooks(cfg), map[worker.ID]*tracker.Book{}, start, tracker.Board{}}
 		t.Repeat(map[string]func(*rapid.T){
 			"register": m.register, "unregister": m.unregister, "add rank": m.addRank,
 			"reserve": m.reserve, "reserve more": m.reserve, "adopt": m.adopt,
@@ -191,6 +193,9 @@ func (m *machine) agree(t *rapid.T) {
 			t.Fatalf("Project(%v) on %+v adds %d blocks, want %d", query, p.Rank, got, want)
 		}
 	}
+	if maybe.Draw(t, "read the board") {
+		m.agreeOnBoard(t, query)
+	}
 	distinct := map[string]bool{}
 	for _, h := range m.model.open {
 		for i := range h.Hashes {
@@ -209,6 +214,29 @@ func (m *machine) agree(t *rapid.T) {
 		}
 		if got := b.Requests(); got != want {
 			t.Fatalf("Requests() of worker %v = %d, want %d", id, got, want)
+		}
+	}
+}
+
+func (m *machine) agreeOnBoard(t *rapid.T, query []uint64) {
+	before := slices.Clone(m.board.Ranks)
+	moved := m.tracker.Read(query, m.now, &m.board)
+	b := &m.board
+	if !moved && !slices.Equal(b.Ranks, before) {
+		t.Fatalf("Read = false, but Ranks went from %v to %v", before, b.Ranks)
+	}
+	want := slices.SortedFunc(maps.Keys(m.model.ranks), func(a, b worker.Rank) int {
+		return cmp.Or(cmp.Compare(a.Worker, b.Worker), cmp.Compare(a.DP, b.DP))
+	})
+	if !slices.Equal(b.Ranks, want) || len(b.Loads) != len(want) || len(b.Held) != len(want) {
+		t.Fatalf("Ranks = %v with %d loads, want %v", b.Ranks, len(b.Loads), want)
+	}
+	for i, r := range b.Ranks {
+		if load := m.model.load(r, m.now); b.Loads[i] != load {
+			t.Fatalf("Loads of %+v = %+v, want %+v", r, b.Loads[i], load)
+		}
+		if held := uint32(m.model.overlap(r, query)); b.Held[i] != held {
+			t.Fatalf("Held(%v) of %+v = %d, want %d", query, r, b.Held[i], held)
 		}
 	}
 }

@@ -117,6 +117,7 @@ func (t *Tracker) bookLocked(r Reservation, rank *rankBook, now time.Time) *book
 	rank.book.requests.Add(1)
 	rank.list(b).push(b, inBooks)
 	t.bookings.put(b.id, b)
+	t.settleLocked(rank)
 	return b
 }
 
@@ -134,6 +135,7 @@ func (t *Tracker) PrefillDone(id string, now time.Time) (worker.Rank, Effect) {
 		return b.rank.Rank, Unchanged
 	}
 	b.close(now)
+	t.settleLocked(b.rank)
 	return b.rank.Rank, Changed
 }
 
@@ -159,6 +161,7 @@ func (t *Tracker) Grow(id string, blocks uint64, decay *float64, now time.Time) 
 	if blocks == 0 && decay == nil {
 		return b.rank.Rank, Unchanged
 	}
+	t.settleLocked(b.rank)
 	return b.rank.Rank, Changed
 }
 
@@ -234,6 +237,7 @@ func (t *Tracker) freeLocked(b *booking, now time.Time) {
 	r.list(b).remove(b, inBooks)
 	t.bookings.drop(b.id)
 	t.putLocked(b)
+	t.settleLocked(r)
 }
 
 // maxSpare bounds the ended bookings that are kept for new ones.

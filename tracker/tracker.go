@@ -79,6 +79,8 @@ type Tracker struct {
 	slots     []*rankBook                 // nil where free
 	freeSlots []uint32
 	moves     uint64   // counts the changes of slots
+	seating   seating  // for boards
+	falling   int      // ranks that fall
 	expired   uint64   // reservations that did
 	spare     *booking // ended bookings, linked as inBooks
 	spares    int
@@ -120,6 +122,8 @@ func (b *Book) Requests() int64 { return b.requests.Load() }
 type rankBook struct {
 	worker.Rank
 	slot     uint32
+	seat     int32 // in a valid seating
+	falls    bool  // its prefills do, by time
 	book     *Book
 	requests uint64
 	blocks   wide // each as if it weighed whole
@@ -209,7 +213,7 @@ func (t *Tracker) Unregister(id worker.ID) {
 }
 
 func (t *Tracker) addRankLocked(r *rankBook) {
-	t.moves++
+	t.movedLocked()
 	r.book.ranks[r.DP] = r
 	if last := len(t.freeSlots) - 1; last >= 0 {
 		r.slot = t.freeSlots[last]
@@ -221,9 +225,17 @@ func (t *Tracker) addRankLocked(r *rankBook) {
 	t.slots = append(t.slots, r)
 }
 
+// movedLocked notes that a rank comes or goes.
+func (t *Tracker) movedLocked() {
+	t.moves++
+	if t.seating.valid {
+		t.seating = seating{}
+	}
+}
+
 // dropRankLocked forgets a rank and all that is booked on it.
 func (t *Tracker) dropRankLocked(r *rankBook) {
-	t.moves++
+	t.movedLocked()
 	for _, l := range []*bookings{&r.lasting, &r.expiring} {
 		for l.front != nil {
 			t.freeLocked(l.front, l.front.progress)
