@@ -50,12 +50,17 @@ func newRig(t testing.TB, mode router.Mode, limits busy.Config, workers ...worke
 // newSized is newRig with a queue of so many places.
 func newSized(t testing.TB, mode router.Mode, limits busy.Config, queue int, workers ...worker.Worker) *rig {
 	t.Helper()
+	cfg := router.DefaultConfig()
+	cfg.Mode, cfg.QueueSize = mode, queue
+	return newConfigured(t, cfg, limits, workers...)
+}
+
+func newConfigured(t testing.TB, cfg router.Config, limits busy.Config, workers ...worker.Worker) *rig {
+	t.Helper()
 	catalog, err := worker.NewCatalog([]string{"M"}, nil)
 	if err != nil {
 		t.Fatalf("NewCatalog = %v", err)
 	}
-	cfg := router.DefaultConfig()
-	cfg.Mode, cfg.QueueSize = mode, queue
 	f := &rig{t: t, r: router.New(cfg, limits, catalog, rand.New(rand.NewPCG(1, 2)))}
 	for _, w := range workers {
 		f.register(w)
@@ -118,4 +123,4 @@ func ids(ws ...worker.Worker) []*worker.Worker {
 	return list
 }
 
-var allModes = []router.Mode{router.RoundRobin, router.Random, router.PowerOfTwo, router.LeastLoaded, router.Direct}
+var allModes = []router.Mode{router.RoundRobin, router.Random, router.PowerOfTwo, router.LeastLoaded, router.Direct, router.KV}

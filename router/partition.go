@@ -45,6 +45,9 @@ type Partition struct {
 	fit   []int32     // scratch: slots that may be picked
 	rooms []busy.Room // scratch: ranks that may be picked
 	queue queue       // requests that wait
+
+	allowed   []worker.ID // scratch: an allow-list, sorted
+	scheduler scheduler   // of KV mode
 }
 
 // candidate is a registered worker; the zero value is an empty slot.
@@ -129,6 +132,8 @@ func (p *Partition) selectLocked(q *Query, now time.Time) (Selection, error) {
 		return Selection{}, ErrNoWorkers
 	case p.mode == Direct && q.Worker == nil:
 		return Selection{}, ErrPinMissing
+	case q.Worker != nil && q.Allowed != nil && !slices.Contains(q.Allowed, *q.Worker):
+		return Selection{}, ErrPinForbidden
 	}
 	sel, err := p.placeLocked(p.suitableLocked(snap.FreeSlots, q, q.Exclude), q, false, now)
 	if !errors.Is(err, tracker.ErrBusy) {
@@ -181,26 +186,44 @@ func (p *Partition) Full(now time.Time) bool {
 // suitableLocked returns those of slots, which are in the order of worker IDs, that the request
 // may go to, however busy they are. The result is good until the next call.
 func (p *Partition) suitableLocked(slots []int32, q *Query, exclude []worker.ID) []int32 {
-	if q.Only == nil && q.Worker == nil && q.DP == nil && len(exclude) == 0 {
+	if q.Only == nil && q.Worker == nil && q.DP == nil && len(exclude) == 0 && q.Allowed == nil && len(q.Taints) == 0 {
 		return slots
 	}
 	p.fit = p.fit[:0]
 	only := q.Only
+	p.allowed = append(p.allowed[:0], q.Allowed...)
+	slices.Sort(p.allowed)
+	allowed := p.allowed
 	for _, slot := range slots {
 		c := &p.slots[slot]
 		for len(only) > 0 && only[0].ID < c.id {
 			only = only[1:]
+		}
+		for len(allowed) > 0 && allowed[0] < c.id {
+			allowed = allowed[1:]
 		}
 		switch {
 		case q.Only != nil && (len(only) == 0 || only[0].ID != c.id):
 		case q.Worker != nil && *q.Worker != c.id:
 		case q.DP != nil && !declares(c.worker, *q.DP):
 		case slices.Contains(exclude, c.id):
+		case q.Allowed != nil && (len(allowed) == 0 || allowed[0] != c.id):
+		case !carries(c.worker, q.Taints):
 		default:
 			p.fit = append(p.fit, slot)
 		}
 	}
 	return p.fit
+}
+
+// carries tells whether a worker has all of the taints.
+func carries(w *worker.Worker, taints []string) bool {
+	for _, t := range taints {
+		if !slices.Contains(w.Taints, t) {
+			return false
+		}
+	}
+	return true
 }
 
 // declares tells whether a client may ask for the rank: of a worker that declares none it knows
@@ -212,6 +235,9 @@ func declares(w *worker.Worker, dp uint32) bool {
 // placeLocked books q on one of the workers in slots, tracker.ErrBusy if none has a rank to spare.
 // With marked, the mark of a pinned rank does not matter.
 func (p *Partition) placeLocked(slots []int32, q *Query, marked bool, now time.Time) (Selection, error) {
+	if p.mode == KV {
+		return p.cheapestLocked(slots, q, marked, now)
+	}
 	for len(slots) > 0 {
 		i := p.pickLocked(slots)
 		c := &p.slots[slots[i]]
@@ -370,6 +396,7 @@ func (p *Partition) register(w *worker.Worker, now time.Time) {
 		p.slots = append(p.slots, candidate{})
 	}
 	p.slots[slot] = candidate{id: w.ID, worker: w, book: book, multi: w.DPSize > 1}
+	p.scheduler.stale = true
 }
 
 func (p *Partition) unregister(id worker.ID, now time.Time) {
@@ -378,6 +405,7 @@ func (p *Partition) unregister(id worker.ID, now time.Time) {
 	if slot, ok := p.Busy.Slot(id); ok {
 		p.slots[slot] = candidate{}
 	}
+	p.scheduler.stale = true
 	p.Busy.Unregister(id, now)
 	p.Tracker.Unregister(id)
 }

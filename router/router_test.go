@@ -18,7 +18,7 @@ func TestConfigValidate(t *testing.T) {
 		t.Errorf("DefaultConfig().Validate() = %v", err)
 	}
 	cfg := router.DefaultConfig()
-	for _, mode := range append(slices.Clone(allModes), router.KV) {
+	for _, mode := range allModes {
 		if cfg.Mode = mode; cfg.Validate() != nil {
 			t.Errorf("Validate(%s) = %v", mode, cfg.Validate())
 		}

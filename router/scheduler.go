@@ -1,0 +1,471 @@
+package router
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"sort"
+	"time"
+
+	"spillway/busy"
+	"spillway/kvindex"
+	"spillway/tracker"
+	"spillway/worker"
+)
+
+// scheduler is what a partition in KV mode decides with. Ranks have seats: their places in board,
+// by worker, then DP. What is kept by seat are arrays of one length, so that one pass over them
+// prices thousands of ranks. Candidates are the ranks that the request at hand may go to, numbered
+// in the order of their seats.
+type scheduler struct {
+	board  tracker.Board
+	stale  bool                // workers have changed since runs and slotOf were made
+	runs   []run               // the ranks that are served of the worker in each slot of busy.List
+	slotOf map[worker.ID]int32 // its slot
+	slotAt []int32             // by seat: the slot of its worker
+
+	match  []int32   // by seat: 1 + the index of what the rank has of the prompt, 0 if that is nothing
+	credit []float64 // by seat: of what it has
+	marked []int32   // the seats of which match is not 0
+
+	stretches []stretch // of candidates
+	costs     []float64 // by candidate; not-a-number once it is known to have no room
+	weights   []float64 // scratch of draw
+}
+
+// run is seats side by side.
+type run struct{ first, n int32 }
+
+// stretch is candidates side by side, the costs of which have the same factor.
+type stretch struct {
+	run
+	factor float64
+}
+
+// pricing is what of a request its costs depend on.
+type pricing struct {
+	Weights
+	block  float64 // tokens in a block
+	isl    uint64
+	hashes []uint64 // blocks that requests share
+	blocks uint64   // all that the prompt takes where none is shared
+	of     *Query
+	least  uint64 // prefill backlog of the candidate that has the least, if the credit decays
+	rare   bool   // something counts that the quick pass leaves out
+}
+
+const defaultBlockSize = 16 // tokens
+
+func (p *Partition) pricing(q *Query) pricing {
+	w := p.cost.Weights(q.Override)
+	x := pricing{
+		Weights: w, block: float64(q.blockSize()), isl: q.PromptTokens, of: q,
+		rare: len(q.Shared) > 0 || w.DecodeOnly && !w.TrackPrefill,
+	}
+	if p.cost.TrackActiveBlocks && !q.NoDecode {
+		x.blocks = q.PrivateBlocks + uint64(len(q.SequenceHashes))
+		if w.AssumeReuse {
+			x.hashes = q.SequenceHashes
+		}
+	}
+	return x
+}
+
+func (q *Query) blockSize() uint32 {
+	if q.BlockSize == 0 {
+		return defaultBlockSize
+	}
+	return q.BlockSize
+}
+
+// cheapestLocked books q on the rank with the lowest cost of the workers in slots, tracker.ErrBusy
+// if none has room. With marked, the mark of a pinned rank does not matter. p.fit stays as it is.
+func (p *Partition) cheapestLocked(slots []int32, q *Query, marked bool, now time.Time) (Selection, error) {
+	s, x := &p.scheduler, p.pricing(q)
+	s.unmark()
+	if p.Tracker.Read(x.hashes, now, &s.board) || s.stale {
+		p.seatLocked()
+	}
+	p.lineUpLocked(slots, q)
+	s.mark(&x)
+	s.price(&x)
+	if q.Explain != nil {
+		*q.Explain = s.explain(&x, (*q.Explain)[:0])
+	}
+	for swept := false; ; {
+		i := p.chooseLocked(x.Temperature)
+		if i < 0 {
+			return Selection{}, tracker.ErrBusy
+		}
+		sel, err := p.takeLocked(s.seat(i), &x, marked, now)
+		switch {
+		case errors.Is(err, errMoreRanks):
+			return p.cheapestLocked(slots, q, marked, now)
+		case !errors.Is(err, tracker.ErrBusy):
+			return sel, err
+		}
+		s.costs[i] = math.NaN()
+		if !swept { // look at all at once rather than choose one busy rank after the other
+			p.sweepLocked(q, marked)
+			swept = true
+		}
+	}
+}
+
+// chooseLocked returns a candidate, or -1 if none is left.
+func (p *Partition) chooseLocked(temperature float64) int {
+	s := &p.scheduler
+	if temperature > 0 {
+		s.weights = slices.Grow(s.weights[:0], len(s.costs))[:len(s.costs)]
+		return draw(s.costs, s.weights, temperature, p.rng.Float64())
+	}
+	i, ties := lowest(s.costs)
+	if ties > 1 {
+		i = nth(s.costs, s.costs[i], p.rng.IntN(ties))
+	}
+	return i
+}
+
+// errMoreRanks means that a worker has ranks which were not known.
+var errMoreRanks = errors.New("the worker has more ranks than were known")
+
+// takeLocked books the request on a rank, tracker.ErrBusy if that is full.
+func (p *Partition) takeLocked(seat int32, x *pricing, marked bool, now time.Time) (Selection, error) {
+	s, q := &p.scheduler, x.of
+	rank, slot := s.board.Ranks[seat], s.slotAt[seat]
+	c := &p.slots[slot]
+	room, more := p.roomLocked(c, s.runs[slot], rank.DP, marked && q.DP != nil, now)
+	switch {
+	case more:
+		return Selection{}, errMoreRanks
+	case room == nil:
+		return Selection{}, tracker.ErrBusy
+	}
+	t := s.terms(x, seat, 1)
+	sel := Selection{
+		Worker: c.worker, Rank: rank, Booked: rank, MultiRank: c.multi && rank.DP != worker.AnyDP,
+		BlockSize: p.Busy.BlockSize(c.id), DecodeBlocks: x.blocks,
+		EffectivePrefillTokens: t.EffectivePrefillTokens, CachedTokens: t.CachedTokens,
+		OverlapBlocks: x.OverlapBlocks(t.Overlap), PotentialBlocks: t.DecodeBlocks, TracksPrefill: x.TrackPrefill,
+	}
+	if q.NoBooking {
+		if t.ActivePrefillTokens > room.MaxPrefillTokens || t.ActiveBlocks > room.MaxDecodeBlocks {
+			return Selection{}, tracker.ErrBusy
+		}
+	} else if err := p.bookTermsLocked(x, &t, room, now); err != nil {
+		return Selection{}, err
+	}
+	if rank.DP == worker.AnyDP && q.DP != nil { // booked for the worker as a whole, but the client's word goes to the engine
+		sel.Rank.DP, sel.MultiRank = *q.DP, c.worker.DPSize > 1
+	}
+	return sel, nil
+}
+
+// roomLocked is the room on a rank, nil if there is none. It tells of more ranks, which are known
+// from now on, if the worker declares none and its engine has reported some.
+func (p *Partition) roomLocked(c *candidate, known run, dp uint32, marked bool, now time.Time) (room *busy.Room, more bool) {
+	p.rooms = p.Busy.FreeRanks(c.id, p.rooms[:0])
+	c.multi = c.multi || len(p.rooms) > 1
+	if c.worker.DPSize == 0 && len(p.rooms) > int(known.n) {
+		for _, r := range p.rooms {
+			rank := worker.Rank{Worker: c.id, DP: r.DP}
+			if p.scheduler.find(rank, known) < 0 && p.Tracker.AddRank(rank, now) {
+				more = true
+			}
+		}
+	}
+	if rooms := pinnedRoom(p.rooms, dp, marked); len(rooms) > 0 {
+		room = &rooms[0]
+	}
+	return room, more
+}
+
+// bookTermsLocked books the request on the rank of t.
+func (p *Partition) bookTermsLocked(x *pricing, t *Terms, room *busy.Room, now time.Time) error {
+	r := tracker.Reservation{
+		ID: x.of.Reservation, Rank: t.Rank, Hashes: x.hashes, DecodeBlocks: x.blocks - uint64(len(x.hashes)), Expires: x.of.Expires,
+	}
+	if x.TrackPrefill {
+		r.PrefillTokens = t.EffectivePrefillTokens
+	}
+	limit := tracker.Limit{PrefillTokens: room.MaxPrefillTokens, DecodeBlocks: room.MaxDecodeBlocks}
+	switch err := p.Tracker.Reserve(r, limit, now); {
+	case errors.Is(err, tracker.ErrBusy):
+		return err
+	case err != nil:
+		return fmt.Errorf("router: reserve: %w", err)
+	}
+	p.Busy.Refresh(t.Rank.Worker, now)
+	return nil
+}
+
+// sweepLocked takes out all candidates that have no room.
+func (p *Partition) sweepLocked(q *Query, marked bool) {
+	s := &p.scheduler
+	last := int32(-1)
+	i := 0
+	for _, st := range s.stretches {
+		for seat := st.first; seat < st.first+st.n; seat++ {
+			if slot := s.slotAt[seat]; slot != last {
+				last = slot
+				p.rooms = p.Busy.FreeRanks(p.slots[slot].id, p.rooms[:0])
+			}
+			dp := s.board.Ranks[seat].DP
+			has := func(r busy.Room) bool { return r.DP == dp || r.DP == worker.AnyDP }
+			if !slices.ContainsFunc(p.rooms, has) && !(marked && q.DP != nil && len(p.rooms) > 0) {
+				s.costs[i] = math.NaN()
+			}
+			i++
+		}
+	}
+}
+
+// seatLocked makes what depends on who is registered.
+func (p *Partition) seatLocked() {
+	s := &p.scheduler
+	ranks := s.board.Ranks
+	s.stale, s.slotOf = false, make(map[worker.ID]int32, len(p.slots))
+	s.runs, s.slotAt = make([]run, len(p.slots)), make([]int32, len(ranks))
+	s.match, s.credit = make([]int32, len(ranks)), make([]float64, len(ranks))
+	for slot := range p.slots {
+		c := &p.slots[slot]
+		if c.worker == nil {
+			continue
+		}
+		s.slotOf[c.id] = int32(slot)
+		from, to := c.worker.DPStart, uint64(c.worker.DPStart)+uint64(c.worker.DPSize)
+		switch {
+		case c.worker.RankRouting == worker.RankByEngine:
+			from, to = worker.AnyDP, worker.AnyDP+1
+		case c.worker.DPSize == 0: // it has those that its engine reports
+			from, to = 0, worker.AnyDP
+		}
+		first := sort.Search(len(ranks), func(i int) bool {
+			return ranks[i].Worker > c.id || ranks[i].Worker == c.id && ranks[i].DP >= from
+		})
+		end := first
+		for end < len(ranks) && ranks[end].Worker == c.id && uint64(ranks[end].DP) < to {
+			s.slotAt[end] = int32(slot)
+			end++
+		}
+		s.runs[slot] = run{int32(first), int32(end - first)}
+	}
+}
+
+// lineUpLocked makes candidates of the ranks of the workers in slots, which are by worker ID.
+func (p *Partition) lineUpLocked(slots []int32, q *Query) {
+	s := &p.scheduler
+	s.stretches = s.stretches[:0]
+	n := 0
+	for _, slot := range slots {
+		st := stretch{s.runs[slot], 1}
+		w := p.slots[slot].worker
+		if q.DP != nil && w.RankRouting != worker.RankByEngine {
+			seat := s.find(worker.Rank{Worker: w.ID, DP: *q.DP}, st.run)
+			if seat < 0 {
+				continue
+			}
+			st.run = run{seat, 1}
+		}
+		if len(q.Preferred) > 0 && (q.Worker == nil || q.DP == nil) {
+			st.factor = attraction(q.Preferred, w.Taints)
+		}
+		n += int(st.n)
+		if last := len(s.stretches) - 1; last >= 0 && s.stretches[last].factor == st.factor && s.stretches[last].first+s.stretches[last].n == st.first {
+			s.stretches[last].n += st.n
+			continue
+		}
+		s.stretches = append(s.stretches, st)
+	}
+	s.costs = slices.Grow(s.costs[:0], n)[:n]
+}
+
+// attraction is the factor by which the taints of a worker change its costs.
+func attraction(preferred []Preference, taints []string) float64 {
+	weight := 0.0
+	for _, p := range preferred {
+		if slices.Contains(taints, p.Taint) {
+			weight += float64(p.Weight)
+		}
+	}
+	return math.Exp(-math.Tanh(weight))
+}
+
+// seat is that of a candidate.
+func (s *scheduler) seat(candidate int) int32 {
+	i := int32(candidate)
+	for _, st := range s.stretches {
+		if i < st.n {
+			return st.first + i
+		}
+		i -= st.n
+	}
+	panic("router: there are not that many candidates")
+}
+
+// find is the seat of a rank within the run of its worker, or -1.
+func (s *scheduler) find(r worker.Rank, in run) int32 {
+	seats := s.board.Ranks[in.first : in.first+in.n]
+	if len(seats) == 0 {
+		return -1
+	}
+	if i := int(r.DP - seats[0].DP); i < len(seats) && seats[i] == r { // declared ranks have no gaps
+		return in.first + int32(i)
+	}
+	i, ok := slices.BinarySearchFunc(seats, r.DP, func(a worker.Rank, dp uint32) int {
+		return int(int64(a.DP) - int64(dp))
+	})
+	if !ok {
+		return -1
+	}
+	return in.first + int32(i)
+}
+
+func (s *scheduler) unmark() {
+	for _, seat := range s.marked {
+		s.match[seat], s.credit[seat] = 0, 0
+	}
+	s.marked = s.marked[:0]
+}
+
+// mark notes by seat what the ranks have of the prompt. What ranks have that are not known does
+// not count, nor what single ranks have of a worker that picks its rank itself.
+func (s *scheduler) mark(x *pricing) {
+	if x.of.Overlaps == nil {
+		return
+	}
+	all := x.of.Overlaps.Ranks
+	decays := x.CreditDecay > 0 && x.TrackPrefill
+	if decays && len(all) > 0 {
+		x.least = s.leastPrefill()
+	}
+	next := int32(0)
+	for i := range all {
+		m := &all[i]
+		seat := next // the index tells of ranks in the order in which they came, often that of their IDs
+		if int(seat) >= len(s.board.Ranks) || s.board.Ranks[seat] != m.Rank {
+			slot, ok := s.slotOf[m.Rank.Worker]
+			if !ok {
+				continue
+			}
+			if seat = s.find(m.Rank, s.runs[slot]); seat < 0 {
+				continue
+			}
+		}
+		next = seat + 1
+		k := 1.0
+		if decays {
+			k = x.creditFactor(s.board.Loads[seat].PrefillTokens)
+		}
+		s.match[seat], s.credit[seat] = int32(i+1), x.credit(*m, 0, k)
+		s.marked = append(s.marked, seat)
+		if uint64(m.Device+m.Host+m.Disk)*uint64(x.block) > x.isl && x.CachedTokens(*m, x.of.blockSize()) > x.isl {
+			x.rare = true
+		}
+	}
+}
+
+// leastPrefill is the least prefill backlog of all candidates.
+func (s *scheduler) leastPrefill() uint64 {
+	least := uint64(math.MaxUint64)
+	for _, st := range s.stretches {
+		for i := range s.board.Loads[st.first : st.first+st.n] {
+			least = min(least, s.board.Loads[int(st.first)+i].PrefillTokens)
+		}
+	}
+	return least
+}
+
+// creditFactor is how much of the credit for its device is left to a rank with that backlog.
+func (x *pricing) creditFactor(prefill uint64) float64 {
+	backlog := float64(prefill-min(x.least, prefill)) / x.block
+	return 1 / (1 + float64(x.CreditDecay*backlog)/max(math.Ceil(float64(x.isl)/x.block), 1))
+}
+
+// price fills in the costs of all candidates.
+func (s *scheduler) price(x *pricing) {
+	i := 0
+	for _, st := range s.stretches {
+		from, to := int(st.first), int(st.first+st.n)
+		costs := s.costs[i : i+int(st.n)]
+		i += len(costs)
+		if !x.rare {
+			x.quick(costs, s.board.Loads[from:to], s.board.Held[from:to], s.credit[from:to], st.factor)
+			continue
+		}
+		for j := range costs {
+			costs[j] = s.terms(x, st.first+int32(j), st.factor).Cost
+		}
+	}
+}
+
+// quick is the cost of terms for many ranks, but for a shared cache, for workers that only decode
+// and for more cached than the prompt has. Products are rounded on their own, so that both come to
+// the same number where machines can multiply and add at once.
+func (x *pricing) quick(costs []float64, loads []tracker.Load, held []uint32, credits []float64, factor float64) {
+	scale := x.Scale
+	if !x.TrackPrefill {
+		scale = 0
+	}
+	loads, held, credits = loads[:len(costs)], held[:len(costs)], credits[:len(costs)]
+	for i := range costs {
+		l := &loads[i]
+		cost := float64(sum(l.DecodeBlocks, x.blocks-uint64(held[i])))
+		if left := float64(sum(l.PrefillTokens, x.isl))/x.block - credits[i]; left > 0 {
+			cost += float64(scale * left)
+		}
+		costs[i] = factor * (cost + float64(x.Requests*float64(l.Requests)))
+	}
+}
+
+// sum is a + b as far as a uint64 goes.
+func sum(a, b uint64) uint64 {
+	if a+b < a {
+		return math.MaxUint64
+	}
+	return a + b
+}
+
+// terms is how the cost of one rank comes about.
+func (s *scheduler) terms(x *pricing, seat int32, factor float64) Terms {
+	l := &s.board.Loads[seat]
+	t := Terms{
+		Rank: s.board.Ranks[seat], CreditFactor: 1, Factor: factor,
+		ActivePrefillTokens: l.PrefillTokens, ActiveBlocks: l.DecodeBlocks, ActiveRequests: l.Requests,
+		AdditionalBlocks: x.blocks - uint64(s.board.Held[seat]),
+	}
+	if i := s.match[seat]; i > 0 {
+		t.Overlap = x.of.Overlaps.Ranks[i-1]
+		t.Overlap.Rank = worker.Rank{}
+	}
+	t.SharedBlocks = Beyond(x.of.Shared, t.Overlap.Device)
+	t.CachedTokens = x.CachedTokens(t.Overlap, x.of.blockSize())
+	t.EffectivePrefillTokens = x.isl - min(t.CachedTokens, x.isl)
+	if x.TrackPrefill {
+		t.RawBlocks = float64(sum(l.PrefillTokens, max(x.isl, t.CachedTokens))) / x.block
+		if x.CreditDecay > 0 && t.Overlap != (kvindex.Match{}) {
+			t.CreditFactor = x.creditFactor(l.PrefillTokens)
+		}
+	}
+	t.CreditBlocks = x.credit(t.Overlap, t.SharedBlocks, t.CreditFactor)
+	t.Prefill = x.Scale * max(0, t.RawBlocks-t.CreditBlocks)
+	t.DecodeBlocks = sum(t.ActiveBlocks, t.AdditionalBlocks)
+	t.Requests = x.Requests * float64(l.Requests)
+	cost := float64(t.DecodeBlocks) + t.Prefill
+	if x.DecodeOnly && !x.TrackPrefill && x.Credit > 0 {
+		cost = max(0, float64(t.DecodeBlocks)-t.CreditBlocks)
+	}
+	t.Cost = factor * (cost + t.Requests)
+	return t
+}
+
+// explain appends the terms of all candidates.
+func (s *scheduler) explain(x *pricing, dst []Terms) []Terms {
+	for _, st := range s.stretches {
+		for seat := st.first; seat < st.first+st.n; seat++ {
+			dst = append(dst, s.terms(x, seat, st.factor))
+		}
+	}
+	return dst
+}
