@@ -91,3 +91,10 @@ func (m *KvWorkerMonitor) Heard(e wire.LoadEvent, now time.Time) string { return
 
 // Expire ends what silent publishers have promised.
 func (m *KvWorkerMonitor) Expire(now time.Time) { m.expire(now) }
+
+// OccupyReplays takes all places for replays, for ever.
+func (k *KVListeners) OccupyReplays() {
+	for range cap(k.replays) {
+		k.replays <- struct{}{}
+	}
+}

@@ -286,6 +286,25 @@ func TestKVReplayNobodyThere(t *testing.T) {
 	}
 }
 
+// Where so many engines are asked for replays that a further one finds no place, the listener that
+// waits for one goes on without when its time is over.
+func TestKVReplayFindsNoPlace(t *testing.T) {
+	e := newKVEngine(t, "tcp://127.0.0.1:*", false)
+	e.serve()
+	cfg := monitor.DefaultKVConfig()
+	cfg.ReplayTotal = 300 * time.Millisecond
+	r := newKVRig(t, cfg)
+	r.k.OccupyReplays()
+	r.register(e)
+	r.run()
+	e.subscribed()
+	e.live(1, 0, 2)
+	r.applied(2)
+	if n := r.metric("spillway_kv_replays_total", "timeout"); n != 1 || len(e.requests()) != 0 {
+		t.Errorf("%v replays have timed out, want 1, and %d were asked for, want none", n, len(e.requests()))
+	}
+}
+
 // An answer without end is cut off by the bound on its whole.
 func TestKVReplayWithoutEnd(t *testing.T) {
 	e := newKVEngine(t, "tcp://127.0.0.1:*", false)

@@ -19,7 +19,7 @@ type KVConfig struct {
 	ReplayIdle    time.Duration // how long an engine may be silent during a replay
 	ReplayTotal   time.Duration // how long a replay may take
 	SilentAfter   time.Duration // age of a listener that was never sent a batch at which that is worth a warning
-	StrangerAge   time.Duration // how long recovered blocks are kept for a worker that does not register
+	StrangerAge   time.Duration // how long recovered blocks are kept for a rank that no publisher speaks for
 }
 
 // DefaultKVConfig has no peers.

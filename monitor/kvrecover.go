@@ -13,11 +13,11 @@ import (
 	"spillway/worker"
 )
 
-// recovered are the workers that a dump has told of, by partition.
-type recovered map[*kvindex.Partition]map[worker.ID]bool
+// recovered are the ranks that a dump has told of, by partition.
+type recovered map[*kvindex.Partition]map[worker.Rank]bool
 
 // recover takes over what the first peer that answers knows, then lets listeners apply what has
-// come meanwhile. It goes on until workers that do not register have been forgotten.
+// come meanwhile. It goes on until ranks that nobody speaks for have been forgotten.
 func (k *KVListeners) recover(ctx context.Context) {
 	from := recovered{}
 	peers := k.cfg.PeerURLs()
@@ -47,16 +47,29 @@ func (k *KVListeners) recover(ctx context.Context) {
 	}
 }
 
-// dropStrangers forgets recovered workers that are not registered for the partition.
+// dropStrangers forgets recovered ranks of workers that are not registered for the partition, and
+// those for which no publisher of their worker speaks: it may have fewer ranks than it had.
 func (k *KVListeners) dropStrangers(from recovered) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for p, ids := range from {
-		for id := range ids {
-			if w := k.workers[id]; w == nil || w.index != p.Index {
-				p.Index.RemoveWorker(id)
+	for p, ranks := range from {
+		for r := range ranks {
+			if w := k.workers[r.Worker]; w == nil || w.index != p.Index {
+				p.Index.RemoveRank(r)
+			} else {
+				w.dropUnlessTold(r)
 			}
 		}
+	}
+}
+
+// dropUnlessTold forgets a rank of the worker, unless a publisher speaks for it. The lock of
+// KVListeners is held.
+func (w *kvWorker) dropUnlessTold(r worker.Rank) {
+	w.writing.Lock()
+	defer w.writing.Unlock()
+	if !w.told(r.DP) {
+		w.index.RemoveRank(r)
 	}
 }
 
@@ -110,11 +123,11 @@ func (k *KVListeners) read(body io.Reader, from recovered) (found, refused int, 
 		}
 		found++
 		if from[p] == nil {
-			from[p] = map[worker.ID]bool{}
+			from[p] = map[worker.Rank]bool{}
 		}
 		return true
 	}, func(e *wire.KVEvent) {
-		from[p][e.Rank.Worker] = true
+		from[p][e.Rank] = true
 		if status := k.store(p.Index, e); status != kvindex.Stored && status != kvindex.DuplicateStore {
 			refused++
 		}

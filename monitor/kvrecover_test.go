@@ -22,12 +22,23 @@ import (
 // dumped is a dump with one block of batchOf for each worker given, in a partition of that size.
 func dumped(t *testing.T, model string, size uint32, ids ...worker.ID) string {
 	t.Helper()
+	var ranks []worker.Rank
+	for _, id := range ids {
+		ranks = append(ranks, worker.Rank{Worker: id})
+	}
+	return dumpedRanks(t, model, size, ranks...)
+}
+
+// dumpedRanks is dumped for any ranks. Those of one worker hold the same block.
+func dumpedRanks(t *testing.T, model string, size uint32, ranks ...worker.Rank) string {
+	t.Helper()
 	var b bytes.Buffer
 	d := wire.NewDumpWriter(&b)
 	d.Partition(worker.Partition{Model: model, Tenant: "default"}, size)
-	for _, id := range ids {
-		local := kvhash.AppendBlocks(nil, []uint32{uint32(id), uint32(id)}, kvhash.Options{BlockSize: kvBlocks})
-		d.Store(&wire.KVEvent{Kind: wire.KVStore, Rank: worker.Rank{Worker: id}, Engine: []uint64{1000 + uint64(id)}, Local: local})
+	for _, r := range ranks {
+		n := uint32(r.Worker)
+		local := kvhash.AppendBlocks(nil, []uint32{n, n}, kvhash.Options{BlockSize: kvBlocks})
+		d.Store(&wire.KVEvent{Kind: wire.KVStore, Rank: r, Engine: []uint64{1000 + uint64(n)}, Local: local})
 	}
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
@@ -158,10 +169,11 @@ func TestKVRecoveredBeforeRestart(t *testing.T) {
 	}
 }
 
-// What was recovered of workers that never register is dropped in the end; nobody's else is.
+// What was recovered of workers that never register is dropped in the end, and of ranks that a
+// worker has no more; nobody's else is.
 func TestKVStrangersAreDropped(t *testing.T) {
 	peer := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		_, _ = w.Write([]byte(dumped(t, "m", kvBlocks, 1, 2, 3)))
+		_, _ = w.Write([]byte(dumpedRanks(t, "m", kvBlocks, worker.Rank{Worker: 1}, worker.Rank{Worker: 1, DP: 1}, worker.Rank{Worker: 2}, worker.Rank{Worker: 3, DP: 2})))
 	}))
 	defer peer.Close()
 	cfg := patientKV()
@@ -181,10 +193,10 @@ func TestKVStrangersAreDropped(t *testing.T) {
 	}
 	r.run()
 	eventually(t, "ready", r.k.Ready)
-	if n := r.p.Index.Entries(); n != 3 {
-		t.Errorf("%d entries, want 3", n)
+	if n := r.p.Index.Entries(); n != 4 {
+		t.Errorf("%d entries, want 4", n)
 	}
-	eventually(t, "two are dropped", func() bool { return r.p.Index.Entries() == 1 })
+	eventually(t, "three are dropped", func() bool { return r.p.Index.Entries() == 1 })
 	if got := r.held(worker.Rank{Worker: 1}); len(got) != 1 {
 		t.Errorf("the registered worker holds %v", got)
 	}

@@ -32,12 +32,17 @@ const (
 
 // replay asks the engine for the batches that it still has, from the given one on, and hands them
 // to use until that returns another outcome than "". If the listener or ctx ends, the outcome is "".
-// Every replay has sockets of its
-// own: what a silent engine says later must not be taken for the answer to the next request.
+// The time for it includes that until other replays leave it a place. Every replay has sockets of
+// its own: what a silent engine says later must not be taken for the answer to the next request.
 func (l *kvListener) replay(ctx context.Context, from uint64, use func(seq uint64, payload []byte) string) (outcome string, err error) {
+	began := time.Now()
+	late := time.NewTimer(l.k.cfg.ReplayTotal)
+	defer late.Stop()
 	select {
 	case l.k.replays <- struct{}{}:
 		defer func() { <-l.k.replays }()
+	case <-late.C:
+		return replayTimeout, nil
 	case <-l.done:
 		return "", nil
 	case <-ctx.Done():
@@ -60,15 +65,15 @@ func (l *kvListener) replay(ctx context.Context, from uint64, use func(seq uint6
 	if err != nil {
 		return replayFailed, fmt.Errorf("monitor: replay from %s: %w", l.source.Replay, err)
 	}
-	return l.answers(ctx, soc, use)
+	return l.answers(ctx, soc, began, use)
 }
 
 // answers takes in what comes in answer to a request.
-func (l *kvListener) answers(ctx context.Context, soc *zmq.Socket, use func(seq uint64, payload []byte) string) (outcome string, err error) {
+func (l *kvListener) answers(ctx context.Context, soc *zmq.Socket, began time.Time, use func(seq uint64, payload []byte) string) (outcome string, err error) {
 	poller := zmq.NewPoller()
 	poller.Add(soc, zmq.POLLIN)
-	cfg, began := &l.k.cfg, time.Now()
-	for heard := began; ; {
+	cfg := &l.k.cfg
+	for heard := time.Now(); ; {
 		frames, err := message(soc, replayFrames)
 		if errors.Is(err, errNone) {
 			switch now := time.Now(); {

@@ -140,6 +140,18 @@ func (s *simulated) send(dp int, prompt string) {
 	}
 }
 
+// clear empties the first worker's cache.
+func (s *simulated) clear() {
+	s.t.Helper()
+	res, err := http.Post(s.url+"/reset_prefix_cache", "", nil)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	if _ = res.Body.Close(); res.StatusCode != 200 {
+		s.t.Fatalf("/reset_prefix_cache is answered %d", res.StatusCode)
+	}
+}
+
 // cache is what all ranks hold, and the number of the last batch of each that has sent any.
 func (s *simulated) cache() (holdings, map[worker.Rank]uint64) {
 	s.t.Helper()
@@ -423,9 +435,7 @@ func TestIndexerFollows(t *testing.T) {
 				t.Error("nothing was evicted")
 			}
 			x.answersLike(s, prompt(2, 14, words))
-			if _, err := http.Post(s.url+"/reset_prefix_cache", "", nil); err != nil {
-				t.Fatal(err)
-			}
+			s.clear()
 			x.agrees(s, "after a clear")
 			if n := x.metric(`spillway_kv_events_total{event_type="cleared",status="ok"}`); n != float64(tt.dp) || x.dump().blocks() != 0 {
 				t.Errorf("%v clears, want %d, and %d blocks, want none", n, tt.dp, x.dump().blocks())
@@ -458,8 +468,9 @@ func TestIndexerFollows(t *testing.T) {
 	}
 }
 
-// TestIndexerBeforeEngine registers workers that are not there yet, one of them with a replay
-// endpoint where nobody ever answers.
+// TestIndexerBeforeEngine registers a worker that is not there yet, with a replay endpoint where
+// nobody ever answers. What it publishes before the subscription arrives is lost, so it is cleared
+// when it is heard; from then on the index is what the worker holds.
 func TestIndexerBeforeEngine(t *testing.T) {
 	x := startIndexer(t)
 	probe := startSimulated(t, 1, 1, 16)
@@ -472,6 +483,15 @@ func TestIndexerBeforeEngine(t *testing.T) {
 	probe.begin()
 	x.active(probe)
 	x.hears(probe)
+	probe.clear()
+	x.agrees(probe, "after a clear")
+	for n := range 3 {
+		probe.send(0, prompt(n%2, n, 20))
+	}
+	x.agrees(probe, "after stores")
+	if cache, _ := probe.cache(); cache.blocks() == 0 {
+		t.Error("nothing was stored")
+	}
 	for _, path := range []string{"/health", "/ready"} {
 		if status, _ := fetch(t, x.url+path); status != 200 {
 			t.Errorf("%s = %d, want 200", path, status)
