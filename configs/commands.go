@@ -59,6 +59,7 @@ func (c SlotTracker) Validate() error {
 type SelectService struct {
 	Service selectservice.Config `koanf:",squash"`
 	Cost    router.CostConfig    `koanf:",squash"`
+	Queue   router.QueueConfig   `koanf:",squash"`
 	Index   kvindex.Config       `koanf:",squash"`
 	Log     Log                  `koanf:",squash"`
 }
@@ -66,7 +67,8 @@ type SelectService struct {
 // DefaultSelectService returns the settings of a run without flags.
 func DefaultSelectService() SelectService {
 	return SelectService{
-		Service: selectservice.DefaultConfig(), Cost: router.DefaultCostConfig(), Index: kvindex.DefaultConfig(), Log: DefaultLog(),
+		Service: selectservice.DefaultConfig(), Cost: router.DefaultCostConfig(), Queue: router.DefaultQueueConfig(),
+		Index: kvindex.DefaultConfig(), Log: DefaultLog(),
 	}
 }
 
@@ -78,7 +80,7 @@ func (SelectService) Deprecated() map[string]string {
 // Router are the settings of the router: this service has one mode.
 func (c SelectService) Router() router.Config {
 	cfg := router.DefaultConfig()
-	cfg.Mode, cfg.Cost = router.KV, c.Cost
+	cfg.Mode, cfg.Cost, cfg.Queue = router.KV, c.Cost, c.Queue
 	return cfg.Resolved()
 }
 

@@ -1,6 +1,7 @@
 package jsonhttp
 
 import (
+	"encoding/json"
 	"net/http"
 	"strconv"
 	"unicode/utf8"
@@ -24,7 +25,13 @@ var OK = []byte(`{"status":"ok"}`)
 
 // AppendError appends the body of a failure.
 func AppendError(b []byte, err *httperr.Error) []byte {
-	return append(AppendText(append(b, `{"error":`...), err.Message), '}')
+	b = AppendText(append(b, `{"error":`...), err.Message)
+	if err.Details != nil {
+		if details, failed := json.Marshal(err.Details); failed == nil { // it is a struct of our own
+			b = append(append(b, `,"details":`...), details...)
+		}
+	}
+	return append(b, '}')
 }
 
 // AppendText appends a JSON string, with as few escapes as JSON allows. Bytes that are not UTF-8

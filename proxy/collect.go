@@ -120,23 +120,36 @@ func (m *metrics) collectAnswers(p page, mm *modelMetrics, model labels) {
 	p.histogram(f.embed, model, mm.embedding)
 }
 
-// collectQueue tells of those of a model who wait for a worker, or have. All are of one class.
+// collectQueue tells of those of a model who wait for a worker, by class, and of those who have.
+// Refusals are not told apart by class where a policy file makes several.
 func (m *metrics) collectQueue(p page, mm *modelMetrics) {
 	f := m.families
 	for i, outcome := range queueOutcomes {
 		p.histogram(f.queueWait, labeled("model", mm.name, "outcome", outcome), mm.queueWait[i])
 	}
-	requests, tokens := 0, uint64(0)
+	classes := m.server.router.Profile(mm.name).Classes
+	waiting := make([]router.Backlog, len(classes))
+	var one []router.Backlog
 	m.server.router.Partitions(mm.name, func(part *router.Partition) {
-		requests += part.Waiting()
-		tokens += part.WaitingTokens()
+		one = part.Backlogs(one[:0])
+		for i, b := range one {
+			waiting[i].Requests += b.Requests
+			waiting[i].ISLTokens += b.ISLTokens
+		}
 	})
-	class := []string{"model", mm.name, "worker_type", "decode", "policy_class", "default"}
-	p.put(f.queueRequests, labeled(class...), float64(requests))
-	p.count(f.queueTokens, labeled(class...), tokens)
+	of := func(class string) []string {
+		return []string{"model", mm.name, "worker_type", "decode", "policy_class", class}
+	}
+	for i := range classes {
+		p.put(f.queueRequests, labeled(of(classes[i].Name)...), float64(waiting[i].Requests))
+		p.count(f.queueTokens, labeled(of(classes[i].Name)...), waiting[i].ISLTokens)
+	}
+	all := classes[0].Name
+	if len(classes) > 1 {
+		all = "all"
+	}
 	for _, reason := range []httperr.Reason{httperr.QueueFull, httperr.QueueTimeout} {
-		l := labeled(append(class[:len(class):len(class)], "reason", string(reason))...)
-		p.count(f.queueRefused, l, mm.rejections[slices.Index(httperr.Reasons, reason)].Load())
+		p.count(f.queueRefused, labeled(append(of(all), "reason", string(reason))...), mm.rejections[slices.Index(httperr.Reasons, reason)].Load())
 	}
 }
 

@@ -11,15 +11,16 @@ import (
 	"spillway/router"
 )
 
-// place has a rank picked and booked for the request. If all are busy it waits for one, unless it
-// has been tried on a worker before or is of a batch. It returns what time it then is.
+// place has a rank picked and booked for the request. If all are busy, or full to its class, it waits
+// for one, unless it has been tried on a worker before or is of a batch. It returns what time it then
+// is.
 func (x *exchange) place(now time.Time) (router.Selection, time.Time, error) {
 	part := x.target.Partition
 	if !x.s.queues {
 		sel, err := part.Select(x.query, now)
 		return sel, now, err
 	}
-	if part.Waiting() == 0 || !x.mayWait {
+	if part.Waiting() == 0 && !part.Profile().Queues() || !x.mayWait {
 		x.s.letGo(part, now) // ours must not take what others wait for
 		sel, err := part.Select(x.query, now)
 		if !x.mayWait || !overloadedBy(err) {
@@ -174,6 +175,7 @@ func (x *exchange) order() router.Order {
 	if v, ok := either(h, "X-Llm-D-Inference-Fairness-Id", "X-Gateway-Inference-Fairness-Id"); ok && v != "" {
 		o.Tenant = v
 	}
+	o.Class = strings.TrimSpace(first(h, "X-Dynamo-Meta-Policy-Class")) // one that is unknown is as good as none
 	if n, err := strconv.ParseUint(strings.TrimSpace(first(h, "X-Dynamo-Request-Strict-Priority")), 10, 32); err == nil {
 		o.StrictPriority = uint32(n)
 	}

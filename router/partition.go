@@ -1,6 +1,7 @@
 package router
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math"
@@ -35,19 +36,24 @@ type Partition struct {
 	Tracker *tracker.Tracker // what the ranks have been promised
 	mode    Mode
 	cost    CostConfig
-	places  *places      // of the model
-	waiting atomic.Int64 // queue.n, for those who do not hold mu
+	profile *Profile      // the classes of the queue
+	refresh time.Duration // the wait after which overlaps are looked up again; 0 is never
+	places  *places       // of the model
+	waiting atomic.Int64  // queue.n, for those who do not hold mu
+	given   atomic.Uint64 // counts what may have made room
 
-	mu    sync.Mutex // guards the fields below; held over pick and Reserve, before the locks of Busy and Tracker
-	rng   *rand.Rand
-	last  worker.ID   // chosen last in round-robin
-	slots []candidate // by the slot that Busy gave the worker
-	fit   []int32     // scratch: slots that may be picked
-	rooms []busy.Room // scratch: ranks that may be picked
-	queue queue       // requests that wait
+	mu     sync.Mutex // guards the fields below; held over pick and Reserve, before the locks of Busy and Tracker
+	rng    *rand.Rand
+	last   worker.ID   // chosen last in round-robin
+	slots  []candidate // by the slot that Busy gave the worker
+	fit    []int32     // scratch: slots that may be picked
+	rooms  []busy.Room // scratch: ranks that may be picked
+	one    [1]int32    // scratch: a slot
+	queue  queue       // requests that wait
+	looked look        // when those who wait were last looked at
 
 	allowed   []worker.ID // scratch: an allow-list, sorted
-	scheduler scheduler   // of KV mode
+	scheduler scheduler   // of KV mode, and for who waits
 }
 
 // candidate is a registered worker; the zero value is an empty slot.
@@ -189,6 +195,9 @@ func (p *Partition) suitableLocked(slots []int32, q *Query, exclude []worker.ID)
 	if q.Only == nil && q.Worker == nil && q.DP == nil && len(exclude) == 0 && q.Allowed == nil && len(q.Taints) == 0 {
 		return slots
 	}
+	if q.Worker != nil {
+		slots = p.slotOf(*q.Worker, slots)
+	}
 	p.fit = p.fit[:0]
 	only := q.Only
 	p.allowed = append(p.allowed[:0], q.Allowed...)
@@ -224,6 +233,15 @@ func carries(w *worker.Worker, taints []string) bool {
 		}
 	}
 	return true
+}
+
+// slotOf returns the slot of a worker out of slots, which are in the order of worker IDs.
+func (p *Partition) slotOf(id worker.ID, slots []int32) []int32 {
+	i, found := slices.BinarySearchFunc(slots, id, func(s int32, id worker.ID) int { return cmp.Compare(p.slots[s].id, id) })
+	if !found {
+		return nil
+	}
+	return slots[i : i+1]
 }
 
 // declares tells whether a client may ask for the rank: of a worker that declares none it knows
@@ -345,6 +363,7 @@ func (p *Partition) PrefillDone(id string, now time.Time) (worker.Rank, bool) {
 	rank, effect := p.Tracker.PrefillDone(id, now)
 	if effect == tracker.Changed {
 		p.Busy.Refresh(rank.Worker, now)
+		p.given.Add(1)
 	}
 	return rank, effect != tracker.Unknown
 }
@@ -362,6 +381,7 @@ func (p *Partition) Free(id string, now time.Time) (worker.Rank, bool) {
 	rank, ok := p.Tracker.Free(id, now)
 	if ok {
 		p.Busy.Refresh(rank.Worker, now)
+		p.given.Add(1)
 	}
 	return rank, ok
 }
@@ -380,6 +400,7 @@ func (p *Partition) Reserve(r tracker.Reservation, now time.Time) error {
 func (p *Partition) Expire(now time.Time) {
 	for _, gone := range p.Tracker.Expire(now) {
 		p.Busy.Refresh(gone.Rank.Worker, now)
+		p.given.Add(1)
 	}
 }
 

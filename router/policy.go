@@ -189,3 +189,16 @@ func (p *Policies) profile(model string) *Profile {
 	}
 	return p.root
 }
+
+// queues tells whether any class of any profile has requests wait.
+func (p *Policies) queues() bool {
+	if p == nil {
+		return false
+	}
+	for _, own := range p.models {
+		if own.Queues() {
+			return true
+		}
+	}
+	return p.root != nil && p.root.Queues()
+}

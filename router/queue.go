@@ -6,6 +6,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"spillway/busy"
+	"spillway/kvindex"
 	"spillway/worker"
 )
 
@@ -22,16 +24,17 @@ func (e *QueueFullError) Error() string {
 	return fmt.Sprintf("the queue of the model is full: %d of %d requests wait", e.Current, e.Limit)
 }
 
-// Order is what decides when a waiting request goes. Tenants take turns, by deficit round robin
-// over the tokens of their prompts. Of one tenant's requests those go first whose strict priority
-// is higher, then those whose priority is, then those whose objective is due earlier, then those
-// that came first.
+// Order is what decides when a waiting request goes. Classes of a policy file take turns, by deficit
+// round robin over the tokens that their prompts have still to be computed; without a file it is
+// tenants that do. Of those who share a turn those go first whose strict priority is higher. Then it
+// is for the order of the class to decide, by PriorityJump and arrival. Without a file, and by fcfs,
+// Priority and Objective come before that.
 type Order struct {
-	Tenant         string // who takes turns with others; "" is one too
+	Tenant         string // who takes turns with others where there is no policy file; "" is one too
 	StrictPriority uint32
-	Priority       int32
-	PriorityJump   float64   // KV mode: seconds that it goes ahead in fcfs, weight in wspt; below 0 counts as 0
-	Class          string    // KV mode: what the client asks for, a policy class or family; "" is nothing
+	Priority       int32     // higher first; a priority jump where the order does not know it
+	PriorityJump   float64   // seconds that it goes ahead in fcfs, weight in wspt; below 0 counts as 0
+	Class          string    // what the client asks for, a policy class or family; "" is nothing
 	Objective      time.Time // when its first token should be there; zero is none, and comes last
 	Deadline       time.Time // when waiting ends in vain; zero is never
 }
@@ -43,12 +46,19 @@ type Ticket struct {
 	Order Order
 	Owner any // the caller's own, left alone
 
-	cost  uint64 // prompt tokens, from 1 to maxCost
-	since time.Time
-	seq   uint64
-	class *class // nil unless it waits, as is lane
-	lane  *lane
-	index int // in the lane
+	// Overlaps asks the index again, for who has waited for long; nil for who has nothing to ask. It
+	// is called with the partition's lock held, so all it may lock is the index. Nil is no answer.
+	Overlaps func() *kvindex.Matches
+
+	policy int    // its class, in the profile
+	isl    uint64 // prompt tokens, from 1 to maxCost
+	cached uint64 // of them, where most are
+	cost   uint64 // the others, at least 1
+	since  time.Time
+	seq    uint64
+	goes   precedence
+	lane   *lane // nil unless it waits
+	index  int   // in the lane
 }
 
 // maxCost keeps sums of tokens within what can be counted.
@@ -66,6 +76,7 @@ type Admission struct {
 type places struct {
 	taken atomic.Int64
 	limit int
+	hold  bool // requests wait while all workers are busy too, not only while ranks are full
 }
 
 // take takes a place, or tells how many are taken.
@@ -81,30 +92,40 @@ func (p *places) take() error {
 	}
 }
 
-// Wait has a request placed, or wait until it can be because every worker that it may go to is
-// busy. It returns those whose waiting is over, which can be t itself, and which the caller must
-// wake: bookings have been made for them. It does not let t overtake one that waits and could go.
-// If t cannot wait, the error is one of Select, a *QueueFullError or ErrQueueTimeout, and nothing
-// is booked for it.
+// Wait has a request placed, or wait until it can be: while all ranks that it may go to are full to
+// its class, and where there are places also while all workers that it may go to are busy. It
+// returns those whose waiting is over, which can be t itself, and which the caller must wake:
+// bookings have been made for them. It does not let t overtake one that waits and could go. If t
+// cannot wait, the error is one of Select, a *ClassLimitError, a *QueueFullError or
+// ErrQueueTimeout, and nothing is booked for it.
 func (p *Partition) Wait(t *Ticket, now time.Time) ([]Admission, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	admitted := p.admitLocked(now)
-	err := error(ErrOverloaded)
-	g := p.queue.find(keyOf(&t.Query))
-	if g == nil { // nobody who waits may go where t may, and could be overtaken
-		var sel Selection
-		if sel, err = p.selectLocked(&t.Query, now); err == nil {
+	admitted := p.admitLocked(now, false)
+	p.classifyLocked(t)
+	class := &p.profile.Classes[t.policy]
+	var g *group // if somebody waits for the same workers
+	if p.queue.n > 0 {
+		g = p.queue.byKey[keyOf(&t.Query)]
+	}
+	if !g.has(t.policy) && !p.fullLocked(&t.Query, class, now) { // else it waits as they do
+		sel, err := p.selectLocked(&t.Query, now)
+		if err == nil {
 			return append(admitted, Admission{Ticket: t, Selection: sel}), nil
 		}
+		if !waits(err) || !p.places.hold {
+			return admitted, err
+		}
 	}
-	if !waits(err) || p.places.limit == 0 {
-		return admitted, err
+	if p.profile.synthetic {
+		p.measureLocked(t)
 	}
-	p.queue.seq++
-	t.cost, t.since, t.seq = min(max(t.Query.PromptTokens, 1), maxCost), now, p.queue.seq
+	p.queue.enter(t, now)
 	if d := t.Order.Deadline; !d.IsZero() && (!now.Before(d) || g != nil && now.Add(p.queue.delay(g, t, now)).After(d)) {
 		return admitted, ErrQueueTimeout
+	}
+	if err := class.limit(p.queue.backlogs[t.policy], len(p.Busy.Snapshot().Registered)); err != nil {
+		return admitted, err
 	}
 	if err := p.places.take(); err != nil {
 		return admitted, err
@@ -114,7 +135,90 @@ func (p *Partition) Wait(t *Ticket, now time.Time) ([]Admission, error) {
 	return admitted, nil
 }
 
-// waits tells whether a request that Select refused with err may wait.
+// classifyLocked finds the class of t. Without a policy file the prompt need not be measured for it.
+func (p *Partition) classifyLocked(t *Ticket) {
+	t.policy = 0
+	if !p.profile.synthetic {
+		p.measureLocked(t)
+		t.policy = p.profile.Class(t.Order.Class, t.isl-t.cached)
+	}
+}
+
+// measureLocked finds what of the prompt is cached, and so what its turn costs.
+func (p *Partition) measureLocked(t *Ticket) {
+	t.isl = min(max(t.Query.PromptTokens, 1), maxCost)
+	t.cached = min(p.cachedLocked(&t.Query), t.isl)
+	t.cost = max(t.isl-t.cached, 1)
+}
+
+// cachedLocked is the most of the prompt that a rank has cached which it may go to, in tokens.
+func (p *Partition) cachedLocked(q *Query) (most uint64) {
+	if q.Overlaps == nil {
+		return 0
+	}
+	weights := p.cost.Weights(nil)
+	for i := range q.Overlaps.Ranks {
+		m := &q.Overlaps.Ranks[i]
+		cached := weights.CachedTokens(*m, q.blockSize())
+		if cached > most && p.eligibleLocked(m.Rank, q) {
+			most = cached
+		}
+	}
+	return most
+}
+
+// eligibleLocked tells whether the request may go to a rank, however busy or ill its worker is.
+func (p *Partition) eligibleLocked(r worker.Rank, q *Query) bool {
+	slot, ok := p.Busy.Slot(r.Worker)
+	if !ok || q.DP != nil && *q.DP != r.DP {
+		return false
+	}
+	p.one[0] = int32(slot)
+	return declares(p.slots[slot].worker, r.DP) && len(p.suitableLocked(p.one[:], q, q.Exclude)) > 0
+}
+
+// fullLocked tells whether all ranks that the request may go to are full to a class. Who may go
+// nowhere need not wait for that.
+func (p *Partition) fullLocked(q *Query, class *Class, now time.Time) bool {
+	if !class.Queues() {
+		return false
+	}
+	slots := p.suitableLocked(p.Busy.Snapshot().RegisteredSlots, q, q.Exclude)
+	if q.Worker != nil && q.DP != nil && len(slots) > 0 { // without a look at all the others
+		w := p.slots[slots[0]].worker
+		load := p.Tracker.Load(worker.Rank{Worker: w.ID, DP: bookedDP(w, *q.DP)}, now)
+		return class.Busy(load.PrefillTokens, w.MaxNumBatchedTokens)
+	}
+	s := &p.scheduler
+	s.unmark()
+	if p.Tracker.Read(nil, now, &s.board) || s.stale {
+		p.seatLocked()
+	}
+	some := false
+	for _, slot := range slots {
+		w, r := p.slots[slot].worker, s.runs[slot]
+		for seat := r.first; seat < r.first+r.n; seat++ {
+			if q.DP != nil && s.board.Ranks[seat].DP != bookedDP(w, *q.DP) {
+				continue
+			}
+			if !class.Busy(s.board.Loads[seat].PrefillTokens, w.MaxNumBatchedTokens) {
+				return false
+			}
+			some = true
+		}
+	}
+	return some
+}
+
+// bookedDP is the rank that a request for rank dp of a worker is booked on.
+func bookedDP(w *worker.Worker, dp uint32) uint32 {
+	if w.RankRouting == worker.RankByEngine {
+		return worker.AnyDP
+	}
+	return dp
+}
+
+// waits tells whether a request that Select refused with err may wait, if there are places.
 func waits(err error) bool { return errors.Is(err, ErrOverloaded) || errors.Is(err, ErrPinBusy) }
 
 // Admit lets those go that wait and can be placed now, each booked already, and ends the waiting of
@@ -127,7 +231,7 @@ func (p *Partition) Admit(now time.Time) []Admission {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.admitLocked(now)
+	return p.admitLocked(now, true)
 }
 
 // Leave takes t out of the queue. It reports false if t does not wait: then an Admission holds it,
@@ -152,9 +256,26 @@ func (p *Partition) WaitingTokens() uint64 {
 	return p.queue.tokens
 }
 
-// admitLocked is Admit. It looks at one request of each set of workers that requests wait for, not
-// at each that waits.
-func (p *Partition) admitLocked(now time.Time) (admitted []Admission) {
+// Backlogs appends to dst what waits in each class of the profile, in its order.
+func (p *Partition) Backlogs(dst []Backlog) []Backlog {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return append(dst, p.queue.backlogs...)
+}
+
+// Profile is the classes in which requests wait.
+func (p *Partition) Profile() *Profile { return p.profile }
+
+// look is what tells whether there can be more room than there was.
+type look struct {
+	snapshot *busy.Snapshot
+	given    uint64
+}
+
+// admitLocked is Admit. It looks at one request of each lane, not at each that waits. Unless it has
+// to look, it looks at none of them if nothing has been given back to the partition since it last did
+// and no verdict has changed.
+func (p *Partition) admitLocked(now time.Time, always bool) (admitted []Admission) {
 	if p.queue.n == 0 {
 		return nil
 	}
@@ -162,45 +283,86 @@ func (p *Partition) admitLocked(now time.Time) (admitted []Admission) {
 		p.Busy.Tick(now)
 	}
 	end := func(t *Ticket, sel Selection, err error) {
+		p.dropLocked(t)
 		admitted = append(admitted, Admission{t, sel, err, now.Sub(t.since)})
 	}
 	for _, t := range p.queue.late(now) {
-		p.dropLocked(t)
 		end(t, Selection{}, ErrQueueTimeout)
 	}
-	for _, g := range p.queue.groups {
-		g.shut = false
+	present := look{p.Busy.Snapshot(), p.given.Load()}
+	if !always && present == p.looked {
+		return admitted
 	}
-	for p.queue.n > 0 {
-		for i := len(p.queue.groups) - 1; i >= 0; i-- { // from the end: one that empties is taken out
-			g := p.queue.groups[i]
-			err := p.outlookLocked(&g.query)
-			g.open = err == nil && !g.shut
-			if err == nil || waits(err) {
-				continue
-			}
-			for _, t := range p.queue.of(g) {
-				p.dropLocked(t)
+	p.looked = present
+	for i := len(p.queue.groups) - 1; i >= 0; i-- { // from the end: one that empties is taken out
+		g := p.queue.groups[i]
+		g.shut = false
+		if err := p.judgeLocked(g, now); err != nil {
+			for _, t := range g.waiting() {
 				end(t, Selection{}, err)
 			}
 		}
-		t := p.queue.next()
-		if t == nil {
-			break
-		}
+	}
+	for t := p.queue.next(); t != nil; t = p.queue.next() {
+		g := t.lane.group
+		p.refreshLocked(t, now)
 		sel, err := p.selectLocked(&t.Query, now)
-		switch {
-		case waits(err): // a report came in since we looked
-			t.lane.group.shut = true
+		if waits(err) && p.places.hold { // a report came in since we looked
+			g.shut = true
+			_ = p.judgeLocked(g, now)
 			continue
-		case err == nil:
-			t.lane.group.pace.admit(t.cost, now)
+		}
+		if err == nil {
+			g.pace.admit(t.cost, now)
 			p.queue.charge(t)
 		}
-		p.dropLocked(t)
 		end(t, sel, err)
+		if err == nil && !t.Query.NoBooking {
+			p.rejudgeLocked(sel.Worker.ID, now)
+		}
 	}
 	return admitted
+}
+
+// judgeLocked finds out which lanes of a group are open: there is room for their requests, as far as
+// the present snapshot tells, or they need not wait for it. An error is why no more is to be waited
+// for.
+func (p *Partition) judgeLocked(g *group, now time.Time) error {
+	err := p.outlookLocked(&g.query)
+	if err != nil && !waits(err) {
+		return err
+	}
+	shut := g.shut || err != nil && p.places.hold
+	var last *Class
+	full := false
+	for _, l := range g.lanes {
+		if spec := l.class.spec; !shut && spec != last {
+			last, full = spec, p.fullLocked(&g.query, spec, now)
+		}
+		l.set(!shut && !full)
+	}
+	return nil
+}
+
+// rejudgeLocked closes lanes for which there is no room any more, now that something has been booked
+// on a worker.
+func (p *Partition) rejudgeLocked(id worker.ID, now time.Time) {
+	for _, g := range p.queue.shared {
+		_ = p.judgeLocked(g, now) // who has nothing to wait for is told by Select
+	}
+	for _, g := range p.queue.pinned[id] {
+		_ = p.judgeLocked(g, now)
+	}
+}
+
+// refreshLocked asks the index again about a request that has waited for long.
+func (p *Partition) refreshLocked(t *Ticket, now time.Time) {
+	if p.refresh == 0 || t.Overlaps == nil || now.Sub(t.since) < p.refresh {
+		return
+	}
+	if m := t.Overlaps(); m != nil {
+		t.Query.Overlaps = m
+	}
 }
 
 // dropLocked takes t out of the queue and gives its place back.
@@ -227,34 +389,4 @@ func (p *Partition) outlookLocked(q *Query) error {
 		}
 	}
 	return p.refusalLocked(q, snap)
-}
-
-// groupKey is the set of workers and ranks that a request may go to. Sets are told apart by where
-// they are kept, so two keys may stand for the same workers after the catalog has changed: their
-// requests then have a lane each, which costs them nothing.
-type groupKey struct {
-	only     **worker.Worker
-	narrowed bool
-	exclude  *worker.ID
-	worker   worker.ID // if onWorker
-	dp       uint32    // if onRank
-	onWorker bool
-	onRank   bool
-}
-
-func keyOf(q *Query) groupKey {
-	k := groupKey{narrowed: q.Only != nil, onWorker: q.Worker != nil, onRank: q.DP != nil}
-	if len(q.Only) > 0 {
-		k.only = &q.Only[0]
-	}
-	if len(q.Exclude) > 0 {
-		k.exclude = &q.Exclude[0]
-	}
-	if k.onWorker {
-		k.worker = *q.Worker
-	}
-	if k.onRank {
-		k.dp = *q.DP
-	}
-	return k
 }

@@ -62,9 +62,7 @@ func ahead(later, earlier router.Order) bool {
 
 // next is who goes next, or nil.
 func (c *crowd) next() *router.Ticket {
-	carry := c.carry
-	c.carry = ""
-	if t := c.best(carry); carry != "" && t != nil && t.Query.PromptTokens <= c.deficit[carry] {
+	if t := c.best(c.carry); c.carry != "" && t != nil && t.Query.PromptTokens <= c.deficit[c.carry] {
 		return t
 	}
 	somebody := false
@@ -121,6 +119,7 @@ func (c *crowd) drop(t *router.Ticket) {
 func (c *crowd) goes(t *router.Ticket, on worker.ID) {
 	i := slices.Index(c.turns, t.Order.Tenant)
 	c.turns = slices.Concat(c.turns[i+1:], c.turns[:i+1])
+	c.carry = ""
 	if c.deficit[t.Order.Tenant] -= t.Query.PromptTokens; c.deficit[t.Order.Tenant] > 0 {
 		c.carry = t.Order.Tenant
 	}

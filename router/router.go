@@ -3,6 +3,7 @@
 package router
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -161,11 +162,13 @@ func (r *Router) newPartitionLocked(key worker.Partition, now time.Time) *Partit
 	}
 	books := tracker.New(expiry)
 	if r.places[key.Model] == nil {
-		r.places[key.Model] = &places{limit: r.cfg.QueueSize}
+		r.places[key.Model] = &places{limit: cmp.Or(r.cfg.QueueSize, maxQueueSize), hold: r.cfg.QueueSize > 0}
 	}
+	profile := r.Profile(key.Model)
 	p := &Partition{
 		Key: key, Busy: busy.New(r.busyCfg, books), Tracker: books, places: r.places[key.Model],
 		mode: r.cfg.Mode, cost: r.cfg.Cost, rng: rand.New(rand.NewPCG(r.rng.Uint64(), r.rng.Uint64())),
+		profile: profile, refresh: r.cfg.Queue.refreshAfter(), queue: newQueue(profile, now),
 	}
 	p.Busy.SetThresholds(r.thresholdsLocked(key.Model), now)
 	return p
@@ -202,8 +205,11 @@ func (r *Router) TracksOutput() bool { return r.cfg.TrackOutputBlocks }
 // QueueSize is how many requests of a model may wait.
 func (r *Router) QueueSize() int { return r.cfg.QueueSize }
 
-// Queues tells whether requests may wait while all workers are busy.
-func (r *Router) Queues() bool { return r.cfg.QueueSize > 0 }
+// Queues tells whether requests may have to wait: while all workers are busy, or while all ranks
+// are full to their class.
+func (r *Router) Queues() bool {
+	return r.cfg.QueueSize > 0 || r.synthetic.Queues() || r.cfg.Queue.Policies.queues()
+}
 
 // Profile is the classes in which requests of a model wait, by its canonical name.
 func (r *Router) Profile(model string) *Profile {

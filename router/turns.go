@@ -1,92 +1,119 @@
 package router
 
 import (
-	"cmp"
 	"container/heap"
 	"math"
 	"slices"
 	"time"
+
+	"spillway/worker"
 )
 
-// queue is the requests that wait in a partition. Each class, of which every tenant is one, has
-// a lane for each set of workers that its requests wait for, so that one for which there is no
-// room holds up its own kind alone. The zero value is empty.
+// queue is the requests that wait in a partition. Each class has a lane for each set of workers that
+// its requests wait for, so that one for which there is no room holds up its own kind alone.
 type queue struct {
-	n      int       // requests
-	tokens uint64    // of their prompts
-	seq    uint64    // of the last that came
-	due    time.Time // no deadline is before; zero if there is none
+	profile *Profile
+	from    time.Time // from which orders count seconds
+	n       int       // requests
+	tokens  uint64    // of their prompts
+	seq     uint64    // of the last that came
+	due     time.Time // no deadline is before; zero if there is none
 
-	groups []*group // those that somebody waits for, in the order in which they were first
-	ring   []*class // those with somebody waiting
-	cursor int      // in ring, modulo its length: the class whose turn is next; one that comes is last
-	carry  *class   // that may spend what it has left before the others' turn, if somebody still waits; or nil
+	backlogs []Backlog // of each class of the profile
+	ring     []*class
+	classes  map[turn]*class // those in ring
+	cursor   int             // in ring, modulo its length: the class whose turn is next
+	carry    *class          // that went last, and may spend what it has left before the others' turn; or nil
+
+	groups []*group // those that somebody waits for
+	byKey  map[groupKey]*group
+	pinned map[worker.ID][]*group // those of one worker
+	shared []*group               // the others
 }
 
-// group is a set of workers and ranks that requests wait for.
-type group struct {
-	key   groupKey
-	query Query // of the first that waited; as to where it may go it stands for all
-	n     int
-	open  bool // there is room, as far as the snapshot tells
-	shut  bool // there was not, when it came to booking
-	pace  pace
+// turn is whose a turn is: that of a class of a policy file, or of a tenant where there is no file.
+type turn struct {
+	class  int // in the profile
+	tenant string
 }
 
 // class is those who share one turn.
 type class struct {
-	tenant  string
+	turn
+	spec    *Class
 	quantum uint64 // tokens earned by a turn
 	deficit uint64 // tokens earned and not spent
-	lanes   []*lane
+	n       int    // requests
+	lanes   map[*group]*lane
+	open    openLanes // those for whose requests there is room
 }
 
-// lane is the requests of a class that wait for the same workers.
-type lane struct {
-	group  *group
-	heap   ordered
-	tokens uint64
-}
+// maxQuantum is what no request costs more than; with less no sum overflows.
+const maxQuantum = maxCost
 
-// quantum makes turns as fine as can be: tenants with the same to wait for get the same tokens,
-// to within one request.
-const quantum = 1
-
-func (q *queue) find(k groupKey) *group {
-	for _, g := range q.groups {
-		if g.key == k {
-			return g
+// newQueue is an empty queue. Classes of a file have their place in the ring, in the order of the
+// file; tenants come and go, and one that comes is last.
+func newQueue(profile *Profile, now time.Time) queue {
+	q := queue{
+		profile: profile, from: now, backlogs: make([]Backlog, len(profile.Classes)),
+		classes: map[turn]*class{}, byKey: map[groupKey]*group{}, pinned: map[worker.ID][]*group{},
+	}
+	if !profile.synthetic {
+		for i := range profile.Classes {
+			q.addClass(turn{class: i}, i)
 		}
 	}
-	return nil
+	return q
 }
 
-// push appends t, whose cost, time and number are set.
-func (q *queue) push(t *Ticket) {
-	g := q.find(keyOf(&t.Query))
-	if g == nil {
-		g = &group{key: keyOf(&t.Query), query: t.Query, pace: pace{from: t.since}}
-		q.groups = append(q.groups, g)
+// addClass puts a class into the ring at an index.
+func (q *queue) addClass(k turn, at int) *class {
+	spec := &q.profile.Classes[k.class]
+	c := &class{turn: k, spec: spec, quantum: min(spec.Quantum, maxQuantum), lanes: map[*group]*lane{}}
+	q.ring = slices.Insert(q.ring, at, c)
+	q.classes[k] = c
+	return c
+}
+
+// classOf is the class whose turns a request shares, nil if there is none yet.
+func (q *queue) classOf(t *Ticket) (turn, *class) {
+	k := turn{class: t.policy}
+	if q.profile.synthetic {
+		k.tenant = t.Order.Tenant
 	}
-	var c *class
-	if i := slices.IndexFunc(q.ring, func(c *class) bool { return c.tenant == t.Order.Tenant }); i >= 0 {
-		c = q.ring[i]
-	} else {
-		c = &class{tenant: t.Order.Tenant, quantum: quantum}
-		q.ring = slices.Insert(q.ring, min(q.cursor, len(q.ring)), c)
+	return k, q.classes[k]
+}
+
+// enter sets what decides when t goes, as of its coming now.
+func (q *queue) enter(t *Ticket, now time.Time) {
+	q.seq++
+	t.since, t.seq = now, q.seq
+	q.rank(t)
+}
+
+// push appends t, of which enter has set what orders it.
+func (q *queue) push(t *Ticket) {
+	k, c := q.classOf(t)
+	if c == nil {
+		c = q.addClass(k, min(q.cursor, len(q.ring)))
 		q.cursor++
 	}
-	l := c.lane(g)
-	if l == nil {
-		l = &lane{group: g}
-		c.lanes = append(c.lanes, l)
+	l := q.laneFor(c, &t.Query)
+	if l.group.n == 0 {
+		l.group.pace.from = t.since
 	}
-	t.class, t.lane = c, l
+	t.lane = l
 	heap.Push(&l.heap, t)
-	g.n++
+	l.settle()
+	l.group.n++
+	c.n++
 	q.n++
 	l.tokens += t.cost
-	q.tokens += t.cost
+	q.tokens += t.isl
+	b := &q.backlogs[t.policy]
+	b.Requests++
+	b.ISLTokens += t.isl
+	b.CachedTokens += t.cached
 	if d := t.Order.Deadline; !d.IsZero() && (q.due.IsZero() || d.Before(q.due)) {
 		q.due = d
 	}
@@ -94,22 +121,35 @@ func (q *queue) push(t *Ticket) {
 
 // remove takes t out, and with it what it leaves empty. What it had cost its class is not given back.
 func (q *queue) remove(t *Ticket) {
-	c, l, g := t.class, t.lane, t.lane.group
+	l, c, g := t.lane, t.lane.class, t.lane.group
 	heap.Remove(&l.heap, t.index)
-	t.class, t.lane = nil, nil
+	t.lane = nil
 	q.n--
-	q.tokens -= t.cost
+	q.tokens -= t.isl
 	l.tokens -= t.cost
+	b := &q.backlogs[t.policy]
+	b.Requests--
+	b.ISLTokens -= t.isl
+	b.CachedTokens -= t.cached
+	if len(l.heap) == 0 {
+		q.dropLane(l)
+	} else {
+		l.settle()
+	}
 	if g.n--; g.n == 0 {
-		q.groups = slices.DeleteFunc(q.groups, func(o *group) bool { return o == g })
+		q.dropGroup(g)
 	}
-	if len(l.heap) > 0 {
+	if c.n--; c.n > 0 {
 		return
 	}
-	c.lanes = slices.DeleteFunc(c.lanes, func(o *lane) bool { return o == l })
-	if len(c.lanes) > 0 {
+	c.deficit = 0
+	if q.carry == c {
+		q.carry = nil
+	}
+	if !q.profile.synthetic {
 		return
 	}
+	delete(q.classes, c.turn)
 	i := slices.Index(q.ring, c)
 	q.ring = slices.Delete(q.ring, i, i+1)
 	if i < q.cursor {
@@ -117,45 +157,11 @@ func (q *queue) remove(t *Ticket) {
 	}
 }
 
-// late are those whose deadline has passed.
-func (q *queue) late(now time.Time) (late []*Ticket) {
-	if q.due.IsZero() || now.Before(q.due) {
-		return nil
-	}
-	q.due = time.Time{}
-	for _, c := range q.ring {
-		for _, l := range c.lanes {
-			for _, t := range l.heap {
-				switch d := t.Order.Deadline; {
-				case d.IsZero():
-				case !now.Before(d):
-					late = append(late, t)
-				case q.due.IsZero() || d.Before(q.due):
-					q.due = d
-				}
-			}
-		}
-	}
-	return late
-}
-
-// of are all who wait for a group.
-func (q *queue) of(g *group) (all []*Ticket) {
-	for _, c := range q.ring {
-		if l := c.lane(g); l != nil {
-			all = append(all, l.heap...)
-		}
-	}
-	return all
-}
-
-// next is whose turn it is among those whose group is open, nil if there is nobody: deficit round
-// robin, in a time that does not depend on costs. It is still to be charged and removed.
+// next is whose turn it is among those for whom there is room, nil if there is nobody: deficit
+// round robin, in a time that does not depend on costs. It is still to be charged and removed.
 func (q *queue) next() *Ticket {
-	carry := q.carry
-	q.carry = nil
-	if carry != nil {
-		if t := carry.candidate(); t != nil && t.cost <= carry.deficit {
+	if q.carry != nil {
+		if t := q.carry.candidate(); t != nil && t.cost <= q.carry.deficit {
 			return t
 		}
 	}
@@ -194,142 +200,40 @@ func (q *queue) next() *Ticket {
 
 // charge has the class of t, which next has returned, pay for it.
 func (q *queue) charge(t *Ticket) {
-	c := t.class
+	c := t.lane.class
 	q.cursor = slices.Index(q.ring, c) + 1
 	c.deficit -= t.cost
-	if c.deficit > 0 {
+	if q.carry = nil; c.deficit > 0 {
 		q.carry = c
 	}
 }
 
-// delay is how long t will wait, if those that wait for the group too go at their present pace: 0
-// where that is not known yet. Other tenants get as many tokens meanwhile as its own.
-func (q *queue) delay(g *group, t *Ticket, now time.Time) time.Duration {
-	rate, known := g.pace.rate(now)
-	if !known {
-		return 0
+// candidate is the first of the class for whom there is room, or nil.
+func (c *class) candidate() *Ticket {
+	if len(c.open) == 0 {
+		return nil
 	}
-	var own, others uint64
-	for _, c := range q.ring {
-		if l := c.lane(g); l != nil && c.tenant == t.Order.Tenant {
-			for _, w := range l.heap {
-				if before(w, t) {
-					own += w.cost
+	return c.open[0].heap[0]
+}
+
+// late are those whose deadline has passed.
+func (q *queue) late(now time.Time) (late []*Ticket) {
+	if q.due.IsZero() || now.Before(q.due) {
+		return nil
+	}
+	q.due = time.Time{}
+	for _, g := range q.groups {
+		for _, l := range g.lanes {
+			for _, t := range l.heap {
+				switch d := t.Order.Deadline; {
+				case d.IsZero():
+				case !now.Before(d):
+					late = append(late, t)
+				case q.due.IsZero() || d.Before(q.due):
+					q.due = d
 				}
 			}
 		}
 	}
-	for _, c := range q.ring {
-		if l := c.lane(g); l != nil && c.tenant != t.Order.Tenant {
-			others += min(l.tokens, own+t.cost)
-		}
-	}
-	return time.Duration(min(float64(own+others)/rate, math.MaxInt32) * float64(time.Second))
-}
-
-func (c *class) lane(g *group) *lane {
-	for _, l := range c.lanes {
-		if l.group == g {
-			return l
-		}
-	}
-	return nil
-}
-
-// candidate is the first of the class for whom there is room, or nil.
-func (c *class) candidate() (first *Ticket) {
-	for _, l := range c.lanes {
-		if t := l.heap[0]; l.group.open && (first == nil || before(t, first)) {
-			first = t
-		}
-	}
-	return first
-}
-
-// before tells whether a goes before b, of the same class.
-func before(a, b *Ticket) bool {
-	o, p := &a.Order, &b.Order
-	return cmp.Or(
-		cmp.Compare(p.StrictPriority, o.StrictPriority), cmp.Compare(p.Priority, o.Priority),
-		compareObjectives(o.Objective, p.Objective), cmp.Compare(a.seq, b.seq),
-	) < 0
-}
-
-func compareObjectives(a, b time.Time) int {
-	switch {
-	case a.IsZero() && b.IsZero():
-		return 0
-	case a.IsZero():
-		return 1
-	case b.IsZero():
-		return -1
-	}
-	return a.Compare(b)
-}
-
-// ordered is a heap of tickets of one lane; the first to go is at its top.
-type ordered []*Ticket
-
-// Len implements heap.Interface.
-func (h ordered) Len() int { return len(h) }
-
-// Less implements heap.Interface.
-func (h ordered) Less(i, j int) bool { return before(h[i], h[j]) }
-
-// Swap implements heap.Interface.
-func (h ordered) Swap(i, j int) {
-	h[i], h[j] = h[j], h[i]
-	h[i].index, h[j].index = i, j
-}
-
-// Push implements heap.Interface.
-func (h *ordered) Push(x any) {
-	t := x.(*Ticket)
-	t.index = len(*h)
-	*h = append(*h, t)
-}
-
-// Pop implements heap.Interface.
-func (h *ordered) Pop() any {
-	last := len(*h) - 1
-	t := (*h)[last]
-	(*h)[last] = nil
-	*h = (*h)[:last]
-	return t
-}
-
-// pace is how fast those go that wait for one group. It begins anew when nobody has waited for a
-// while: times without waiting say nothing of how long one would have had to.
-type pace struct {
-	from time.Time // since when the tokens are counted
-	last [32]struct {
-		at     time.Time
-		tokens uint64
-	} // the last admissions, a ring
-	n      int    // admissions in all
-	tokens uint64 // of those in last
-}
-
-// minPace is the number of admissions from which on a rate can be told. Fewer come in a burst that
-// a queue is there to take up.
-const minPace = 8
-
-func (p *pace) admit(tokens uint64, now time.Time) {
-	e := &p.last[p.n%len(p.last)]
-	if p.n >= len(p.last) {
-		p.from = e.at
-		p.tokens -= e.tokens
-	}
-	e.at, e.tokens = now, tokens
-	p.tokens += tokens
-	p.n++
-}
-
-// rate is in tokens per second.
-func (p *pace) rate(now time.Time) (float64, bool) {
-	took := now.Sub(p.from)
-	if p.n < minPace || took <= 0 {
-		return 0, false
-	}
-	return float64(p.tokens) / took.Seconds(), true
+	return late
 }

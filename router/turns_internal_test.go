@@ -7,8 +7,7 @@ import (
 	"time"
 )
 
-// TestTurns has the rows of scheduler.md 18.7 on deficit round robin. Tenants all have one quantum;
-// classes of a policy will not.
+// TestTurns has the rows of scheduler.md 18.7 on deficit round robin.
 func TestTurns(t *testing.T) {
 	type share struct {
 		name    string
@@ -28,34 +27,38 @@ func TestTurns(t *testing.T) {
 		want    string // who went, and the deficits afterwards
 	}{
 		{"78 quanta 1 and 3", []share{{"one", 1, of(9, 1)}, {"three", 3, of(9, 1)}}, 8, "one[0 0] three[0 2] three[0 1] three[0 0] one[0 0] three[0 2] three[0 1] three[0 0]"},
-		{"79 alone", []share{{"a", 10, of(5, 3)}}, 9, "a[7] a[4] a[1] a[8] a[]"},
-		{"80 equal quanta", []share{{"A", 10, of(5, 3)}, {"B", 10, of(3, 5)}}, 9, "A[7 0] A[4 0] A[1 0] B[1 5] B[1 0] A[8 0] A[0] B[]"},
+		{"79 alone", []share{{"a", 10, of(5, 3)}}, 9, "a[7] a[4] a[1] a[8] a[0]"},
+		{"80 equal quanta", []share{{"A", 10, of(5, 3)}, {"B", 10, of(3, 5)}}, 9, "A[7 0] A[4 0] A[1 0] B[1 5] B[1 0] A[8 0] A[0 0] B[0 0]"},
 		{"81 large costs", []share{{"standard", 1000, of(2, 7000)}, {"latency", 2000, of(2, 9000)}}, 9,
-			"latency[5000 1000] standard[0 5000] latency[2000] standard[]"},
+			"latency[5000 1000] standard[0 5000] latency[2000 0] standard[0 0]"},
 		{"82 512 to 128", []share{{"premium", 512, of(20, 512)}, {"regular", 128, of(20, 512)}}, 10,
 			"premium[0 0] premium[0 128] premium[0 256] premium[0 384] regular[0 0]"},
 		{"83 all blocked", []share{{"a", 1, of(2, 1)}, {"b", 3, of(2, 1)}}, 0, ""},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			var q queue
+			profile := &Profile{}
 			for _, c := range tt.classes {
-				for _, cost := range c.costs {
-					q.seq++
-					q.push(&Ticket{Order: Order{Tenant: c.name}, cost: cost, seq: q.seq})
-				}
+				profile.Classes = append(profile.Classes, Class{Name: c.name, Order: FCFS, Quantum: c.quantum})
 			}
+			q := newQueue(profile, time.Unix(0, 0))
 			for i, c := range tt.classes {
-				q.ring[i].quantum = c.quantum
+				for _, cost := range c.costs {
+					waiting := &Ticket{policy: i, cost: cost}
+					q.enter(waiting, time.Unix(0, 0))
+					q.push(waiting)
+				}
 			}
 			if got := q.next(); got != nil { // no group is open
 				t.Fatalf("next = %+v with all blocked, want nobody", got)
 			}
 			for _, c := range q.ring {
 				if c.deficit != 0 {
-					t.Fatalf("deficit of %s = %d with all blocked, want 0", c.tenant, c.deficit)
+					t.Fatalf("deficit of %s = %d with all blocked, want 0", c.spec.Name, c.deficit)
 				}
 			}
-			q.groups[0].open = true
+			for _, l := range q.groups[0].lanes {
+				l.set(true)
+			}
 			var got []string
 			for range tt.pops {
 				next := q.next()
@@ -63,7 +66,7 @@ func TestTurns(t *testing.T) {
 					break
 				}
 				q.charge(next)
-				name := next.class.tenant
+				name := next.lane.class.spec.Name
 				q.remove(next)
 				deficits := []uint64{}
 				for _, c := range q.ring {

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"spillway/httperr"
+	"spillway/kvindex"
 	"spillway/router"
 	"spillway/tracker"
 	"spillway/worker"
@@ -119,6 +120,12 @@ func (s *Server) prepare(r *http.Request, x *exchange) (*partition, *httperr.Err
 		},
 	}
 	q := &x.ticket.Query
+	if len(x.hashed.locals) > 0 && s.setup.Queues(p.key.Model) {
+		x.ticket.Overlaps = func() *kvindex.Matches {
+			blocks.Index.Query(x.hashed.locals, &x.matches)
+			return &x.matches
+		}
+	}
 	if x.request.allowed != nil {
 		x.allowed = x.allowed[:0]
 		for _, id := range x.request.allowed {
@@ -180,7 +187,12 @@ var errShutDown = httperr.New(http.StatusServiceUnavailable, "endpoint subscribe
 
 // refusal is what a client is told when there is no selection.
 func (s *Server) refusal(x *exchange, p *partition, err error) *httperr.Error {
+	var limit *router.ClassLimitError
 	switch {
+	case errors.As(err, &limit):
+		full := httperr.From(limit, p.key.Model, http.StatusServiceUnavailable)
+		full.Message = limit.Error()
+		return full
 	case errors.Is(err, tracker.ErrDuplicate):
 		return duplicate("failed to book scheduler state: ", x.ticket.Query.Reservation, p)
 	case errors.Is(err, router.ErrPinForbidden):

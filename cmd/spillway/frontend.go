@@ -119,7 +119,7 @@ func newFrontend(p process, cfg configs.Serving, fleet configs.Fleet, log *slog.
 	}
 	logChecks(log, cfg.Busy.Thresholds())
 	if routes.Queues() {
-		log.Info("requests wait while all workers are busy", "queue_size", cfg.Router.QueueSize, "queue_timeout", cfg.Proxy.QueueTimeout)
+		log.Info("requests may wait", "queue_size", cfg.Router.QueueSize, "queue_timeout", cfg.Proxy.QueueTimeout, "policy_config", cfg.Router.Queue.PolicyConfig)
 	}
 	return &frontend{server: server, monitor: watcher, routes: routes, metrics: metrics, log: log}, nil
 }

@@ -60,11 +60,11 @@ func runSelectService(ctx context.Context, p process, cfg configs.SelectService,
 	}
 	cost := cfg.Router().Cost
 	index := kvindex.NewPartitions(cfg.Index)
+	routes := router.New(cfg.Router(), busy.DefaultConfig(), models, rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())))
 	setup := selectservice.Setup{
-		Router: router.New(cfg.Router(), busy.DefaultConfig(), models, rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64()))),
-		Index:  index, MaxPartitions: cfg.Index.MaxPartitions, Cost: cost, Events: cost.UseKVEvents,
-		Queues: func(string) bool { return false },
-		Dump:   func(w io.Writer) error { return kvservice.WriteDump(w, index.All()) },
+		Router: routes, Queues: func(model string) bool { return routes.Profile(model).Queues() },
+		Index: index, MaxPartitions: cfg.Index.MaxPartitions, Cost: cost, Events: cost.UseKVEvents,
+		Dump: func(w io.Writer) error { return kvservice.WriteDump(w, index.All()) },
 	}
 	log.Info("the router's settings", "cost", fmt.Sprintf("%+v", cost))
 	server := selectservice.New(cfg.Service, setup, metrics, log)
