@@ -43,16 +43,17 @@ type stretch struct {
 	factor float64
 }
 
-// pricing is what of a request its costs depend on.
+// pricing is what of a request all its costs depend on. The Query itself is handed on beside it,
+// so that neither has to be on the heap.
 type pricing struct {
 	Weights
-	block  float64 // tokens in a block
+	tokens uint32  // in a block
+	block  float64 // the same
 	isl    uint64
 	hashes []uint64 // blocks that requests share
 	blocks uint64   // all that the prompt takes where none is shared
-	of     *Query
-	least  uint64 // prefill backlog of the candidate that has the least, if the credit decays
-	rare   bool   // something counts that the quick pass leaves out
+	least  float64  // prefill backlog of the candidate that has the least, if the credit decays
+	rare   bool     // something counts that the quick pass leaves out
 }
 
 const defaultBlockSize = 16 // tokens
@@ -60,7 +61,7 @@ const defaultBlockSize = 16 // tokens
 func (p *Partition) pricing(q *Query) pricing {
 	w := p.cost.Weights(q.Override)
 	x := pricing{
-		Weights: w, block: float64(q.blockSize()), isl: q.PromptTokens, of: q,
+		Weights: w, tokens: q.blockSize(), block: float64(q.blockSize()), isl: q.PromptTokens,
 		rare: len(q.Shared) > 0 || w.DecodeOnly && !w.TrackPrefill,
 	}
 	if p.cost.TrackActiveBlocks && !q.NoDecode {
@@ -88,17 +89,17 @@ func (p *Partition) cheapestLocked(slots []int32, q *Query, marked bool, now tim
 		p.seatLocked()
 	}
 	p.lineUpLocked(slots, q)
-	s.mark(&x)
-	s.price(&x)
+	s.mark(q, &x)
+	s.price(q, &x)
 	if q.Explain != nil {
-		*q.Explain = s.explain(&x, (*q.Explain)[:0])
+		*q.Explain = s.explain(q, &x, (*q.Explain)[:0])
 	}
 	for swept := false; ; {
 		i := p.chooseLocked(x.Temperature)
 		if i < 0 {
 			return Selection{}, tracker.ErrBusy
 		}
-		sel, err := p.takeLocked(s.seat(i), &x, marked, now)
+		sel, err := p.takeLocked(s.seat(i), q, &x, marked, now)
 		switch {
 		case errors.Is(err, errMoreRanks):
 			return p.cheapestLocked(slots, q, marked, now)
@@ -131,8 +132,8 @@ func (p *Partition) chooseLocked(temperature float64) int {
 var errMoreRanks = errors.New("the worker has more ranks than were known")
 
 // takeLocked books the request on a rank, tracker.ErrBusy if that is full.
-func (p *Partition) takeLocked(seat int32, x *pricing, marked bool, now time.Time) (Selection, error) {
-	s, q := &p.scheduler, x.of
+func (p *Partition) takeLocked(seat int32, q *Query, x *pricing, marked bool, now time.Time) (Selection, error) {
+	s := &p.scheduler
 	rank, slot := s.board.Ranks[seat], s.slotAt[seat]
 	c := &p.slots[slot]
 	room, more := p.roomLocked(c, s.runs[slot], rank.DP, marked && q.DP != nil, now)
@@ -142,7 +143,7 @@ func (p *Partition) takeLocked(seat int32, x *pricing, marked bool, now time.Tim
 	case room == nil:
 		return Selection{}, tracker.ErrBusy
 	}
-	t := s.terms(x, seat, 1)
+	t := s.terms(q, x, seat, 1)
 	sel := Selection{
 		Worker: c.worker, Rank: rank, Booked: rank, MultiRank: c.multi && rank.DP != worker.AnyDP,
 		BlockSize: p.Busy.BlockSize(c.id), DecodeBlocks: x.blocks,
@@ -153,7 +154,7 @@ func (p *Partition) takeLocked(seat int32, x *pricing, marked bool, now time.Tim
 		if t.ActivePrefillTokens > room.MaxPrefillTokens || t.ActiveBlocks > room.MaxDecodeBlocks {
 			return Selection{}, tracker.ErrBusy
 		}
-	} else if err := p.bookTermsLocked(x, &t, room, now); err != nil {
+	} else if err := p.bookTermsLocked(q, x, &t, room, now); err != nil {
 		return Selection{}, err
 	}
 	if rank.DP == worker.AnyDP && q.DP != nil { // booked for the worker as a whole, but the client's word goes to the engine
@@ -182,9 +183,9 @@ func (p *Partition) roomLocked(c *candidate, known run, dp uint32, marked bool, 
 }
 
 // bookTermsLocked books the request on the rank of t.
-func (p *Partition) bookTermsLocked(x *pricing, t *Terms, room *busy.Room, now time.Time) error {
+func (p *Partition) bookTermsLocked(q *Query, x *pricing, t *Terms, room *busy.Room, now time.Time) error {
 	r := tracker.Reservation{
-		ID: x.of.Reservation, Rank: t.Rank, Hashes: x.hashes, DecodeBlocks: x.blocks - uint64(len(x.hashes)), Expires: x.of.Expires,
+		ID: q.Reservation, Rank: t.Rank, Hashes: x.hashes, DecodeBlocks: x.blocks - uint64(len(x.hashes)), Expires: q.Expires,
 	}
 	if x.TrackPrefill {
 		r.PrefillTokens = t.EffectivePrefillTokens
@@ -331,44 +332,44 @@ func (s *scheduler) unmark() {
 
 // mark notes by seat what the ranks have of the prompt. What ranks have that are not known does
 // not count, nor what single ranks have of a worker that picks its rank itself.
-func (s *scheduler) mark(x *pricing) {
-	if x.of.Overlaps == nil {
+func (s *scheduler) mark(q *Query, x *pricing) {
+	if q.Overlaps == nil {
 		return
 	}
-	all := x.of.Overlaps.Ranks
+	all := q.Overlaps.Ranks
 	decays := x.CreditDecay > 0 && x.TrackPrefill
 	if decays && len(all) > 0 {
 		x.least = s.leastPrefill()
 	}
-	next := int32(0)
+	var last worker.ID
+	var ranks run // of the worker last
 	for i := range all {
 		m := &all[i]
-		seat := next // the index tells of ranks in the order in which they came, often that of their IDs
-		if int(seat) >= len(s.board.Ranks) || s.board.Ranks[seat] != m.Rank {
-			slot, ok := s.slotOf[m.Rank.Worker]
-			if !ok {
-				continue
-			}
-			if seat = s.find(m.Rank, s.runs[slot]); seat < 0 {
-				continue
+		if m.Rank.Worker != last || i == 0 { // the index often tells of a worker's ranks one after the other
+			last, ranks = m.Rank.Worker, run{}
+			if slot, ok := s.slotOf[last]; ok {
+				ranks = s.runs[slot]
 			}
 		}
-		next = seat + 1
+		seat := s.find(m.Rank, ranks)
+		if seat < 0 {
+			continue
+		}
 		k := 1.0
 		if decays {
 			k = x.creditFactor(s.board.Loads[seat].PrefillTokens)
 		}
 		s.match[seat], s.credit[seat] = int32(i+1), x.credit(*m, 0, k)
 		s.marked = append(s.marked, seat)
-		if uint64(m.Device+m.Host+m.Disk)*uint64(x.block) > x.isl && x.CachedTokens(*m, x.of.blockSize()) > x.isl {
+		if uint64(m.Device+m.Host+m.Disk)*uint64(x.block) > x.isl && x.CachedTokens(*m, x.tokens) > x.isl {
 			x.rare = true
 		}
 	}
 }
 
 // leastPrefill is the least prefill backlog of all candidates.
-func (s *scheduler) leastPrefill() uint64 {
-	least := uint64(math.MaxUint64)
+func (s *scheduler) leastPrefill() float64 {
+	least := math.Inf(1)
 	for _, st := range s.stretches {
 		for i := range s.board.Loads[st.first : st.first+st.n] {
 			least = min(least, s.board.Loads[int(st.first)+i].PrefillTokens)
@@ -378,13 +379,13 @@ func (s *scheduler) leastPrefill() uint64 {
 }
 
 // creditFactor is how much of the credit for its device is left to a rank with that backlog.
-func (x *pricing) creditFactor(prefill uint64) float64 {
-	backlog := float64(prefill-min(x.least, prefill)) / x.block
+func (x *pricing) creditFactor(prefill float64) float64 {
+	backlog := max(prefill-x.least, 0) / x.block
 	return 1 / (1 + float64(x.CreditDecay*backlog)/max(math.Ceil(float64(x.isl)/x.block), 1))
 }
 
 // price fills in the costs of all candidates.
-func (s *scheduler) price(x *pricing) {
+func (s *scheduler) price(q *Query, x *pricing) {
 	i := 0
 	for _, st := range s.stretches {
 		from, to := int(st.first), int(st.first+st.n)
@@ -395,7 +396,7 @@ func (s *scheduler) price(x *pricing) {
 			continue
 		}
 		for j := range costs {
-			costs[j] = s.terms(x, st.first+int32(j), st.factor).Cost
+			costs[j] = s.terms(q, x, st.first+int32(j), st.factor).Cost
 		}
 	}
 }
@@ -403,68 +404,71 @@ func (s *scheduler) price(x *pricing) {
 // quick is the cost of terms for many ranks, but for a shared cache, for workers that only decode
 // and for more cached than the prompt has. Products are rounded on their own, so that both come to
 // the same number where machines can multiply and add at once.
-func (x *pricing) quick(costs []float64, loads []tracker.Load, held []uint32, credits []float64, factor float64) {
-	scale := x.Scale
+func (x *pricing) quick(costs []float64, loads []tracker.Figures, held []uint32, credits []float64, factor float64) {
+	scale, weight, isl, blocks, block := x.Scale, x.Requests, float64(x.isl), int64(x.blocks), x.block
 	if !x.TrackPrefill {
 		scale = 0
+	}
+	inverse := 0.0
+	if x.tokens&(x.tokens-1) == 0 {
+		inverse = 1 / block // of a power of two: to multiply by it is the same, and quicker
 	}
 	loads, held, credits = loads[:len(costs)], held[:len(costs)], credits[:len(costs)]
 	for i := range costs {
 		l := &loads[i]
-		cost := float64(sum(l.DecodeBlocks, x.blocks-uint64(held[i])))
-		if left := float64(sum(l.PrefillTokens, x.isl))/x.block - credits[i]; left > 0 {
+		raw := l.PrefillTokens + isl
+		if inverse > 0 {
+			raw *= inverse
+		} else {
+			raw /= block
+		}
+		cost := l.DecodeBlocks + float64(blocks-int64(held[i]))
+		if left := raw - credits[i]; left > 0 {
 			cost += float64(scale * left)
 		}
-		costs[i] = factor * (cost + float64(x.Requests*float64(l.Requests)))
+		costs[i] = factor * (cost + float64(weight*l.Requests))
 	}
-}
-
-// sum is a + b as far as a uint64 goes.
-func sum(a, b uint64) uint64 {
-	if a+b < a {
-		return math.MaxUint64
-	}
-	return a + b
 }
 
 // terms is how the cost of one rank comes about.
-func (s *scheduler) terms(x *pricing, seat int32, factor float64) Terms {
+func (s *scheduler) terms(q *Query, x *pricing, seat int32, factor float64) Terms {
 	l := &s.board.Loads[seat]
 	t := Terms{
 		Rank: s.board.Ranks[seat], CreditFactor: 1, Factor: factor,
-		ActivePrefillTokens: l.PrefillTokens, ActiveBlocks: l.DecodeBlocks, ActiveRequests: l.Requests,
+		ActivePrefillTokens: l.Tokens(), ActiveBlocks: l.Blocks(), ActiveRequests: uint64(l.Requests),
 		AdditionalBlocks: x.blocks - uint64(s.board.Held[seat]),
 	}
 	if i := s.match[seat]; i > 0 {
-		t.Overlap = x.of.Overlaps.Ranks[i-1]
+		t.Overlap = q.Overlaps.Ranks[i-1]
 		t.Overlap.Rank = worker.Rank{}
 	}
-	t.SharedBlocks = Beyond(x.of.Shared, t.Overlap.Device)
-	t.CachedTokens = x.CachedTokens(t.Overlap, x.of.blockSize())
+	t.SharedBlocks = Beyond(q.Shared, t.Overlap.Device)
+	t.CachedTokens = x.CachedTokens(t.Overlap, x.tokens)
 	t.EffectivePrefillTokens = x.isl - min(t.CachedTokens, x.isl)
 	if x.TrackPrefill {
-		t.RawBlocks = float64(sum(l.PrefillTokens, max(x.isl, t.CachedTokens))) / x.block
+		t.RawBlocks = (l.PrefillTokens + float64(max(x.isl, t.CachedTokens))) / x.block
 		if x.CreditDecay > 0 && t.Overlap != (kvindex.Match{}) {
 			t.CreditFactor = x.creditFactor(l.PrefillTokens)
 		}
 	}
 	t.CreditBlocks = x.credit(t.Overlap, t.SharedBlocks, t.CreditFactor)
 	t.Prefill = x.Scale * max(0, t.RawBlocks-t.CreditBlocks)
-	t.DecodeBlocks = sum(t.ActiveBlocks, t.AdditionalBlocks)
-	t.Requests = x.Requests * float64(l.Requests)
-	cost := float64(t.DecodeBlocks) + t.Prefill
+	t.DecodeBlocks = t.ActiveBlocks + min(t.AdditionalBlocks, math.MaxUint64-t.ActiveBlocks)
+	t.Requests = x.Requests * l.Requests
+	decode := l.DecodeBlocks + float64(t.AdditionalBlocks)
+	cost := decode + t.Prefill
 	if x.DecodeOnly && !x.TrackPrefill && x.Credit > 0 {
-		cost = max(0, float64(t.DecodeBlocks)-t.CreditBlocks)
+		cost = max(0, decode-t.CreditBlocks)
 	}
 	t.Cost = factor * (cost + t.Requests)
 	return t
 }
 
 // explain appends the terms of all candidates.
-func (s *scheduler) explain(x *pricing, dst []Terms) []Terms {
+func (s *scheduler) explain(q *Query, x *pricing, dst []Terms) []Terms {
 	for _, st := range s.stretches {
 		for seat := st.first; seat < st.first+st.n; seat++ {
-			dst = append(dst, s.terms(x, seat, st.factor))
+			dst = append(dst, s.terms(q, x, seat, st.factor))
 		}
 	}
 	return dst

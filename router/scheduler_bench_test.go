@@ -96,14 +96,23 @@ func ask(b *testing.B, f *rig, q router.Query) {
 }
 
 // BenchmarkSelection is a whole selection: the index is asked, a rank is chosen, booked, and freed
-// again. One in ten ranks has a part of the prompt, and requests with a part of it run.
+// again. One in ten ranks has a sixteenth of the prompt cached and serves a request that begins
+// like that, two have three quarters. In a crowd one in ten has a part of any length.
 func BenchmarkSelection(b *testing.B) {
 	for _, n := range []struct {
 		workers int
 		ranks   uint32
 		blocks  int
-	}{{1, 8, 512}, {8, 1, 512}, {1000, 8, 512}, {8, 1, 16}, {64, 1, 16}, {512, 1, 16}} {
-		b.Run(fmt.Sprintf("ranks=%d/blocks=%d", n.workers*int(n.ranks), n.blocks), func(b *testing.B) {
+		crowd   bool
+	}{
+		{8, 1, 512, false}, {1000, 8, 512, false}, {8000, 1, 512, false}, {1000, 8, 512, true},
+		{8, 1, 16, false}, {64, 1, 16, false}, {512, 1, 16, false}, // 256 tokens
+	} {
+		name := fmt.Sprintf("ranks=%dx%d/blocks=%d", n.workers, n.ranks, n.blocks)
+		if n.crowd {
+			name += "/crowd"
+		}
+		b.Run(name, func(b *testing.B) {
 			f := scheduled(b, n.workers, n.ranks, nil)
 			ix := kvindex.New(kvindex.DefaultConfig())
 			rng := rand.New(rand.NewPCG(3, 4))
@@ -112,19 +121,27 @@ func BenchmarkSelection(b *testing.B) {
 				local[i] = rng.Uint64()
 			}
 			hashes := kvhash.AppendSequences(nil, local)
-			for i := range n.workers {
-				for dp := range n.ranks {
-					if rng.IntN(10) == 0 {
-						part := 1 + rng.IntN(n.blocks)
-						if s := ix.Store(rank(worker.ID(i+1), dp), worker.Device, kvindex.Parent{}, hashes[:part], local[:part]); s != kvindex.Stored {
-							b.Fatal(s)
-						}
-						f.next++
-						q := router.Query{Reservation: fmt.Sprint("held", f.next), PromptTokens: uint64(16 * part), SequenceHashes: hashes[:part], Worker: new(worker.ID(i + 1)), DP: &dp}
-						if _, err := f.p.Select(q, start); err != nil {
-							b.Fatal(err)
-						}
-					}
+			serve := func(r worker.Rank, part int) {
+				if s := ix.Store(r, worker.Device, kvindex.Parent{}, hashes[:part], local[:part]); s != kvindex.Stored {
+					b.Fatal(s)
+				}
+				f.next++
+				q := router.Query{Reservation: fmt.Sprint("held", f.next), PromptTokens: uint64(16 * part), SequenceHashes: hashes[:part], Worker: &r.Worker, DP: &r.DP}
+				if _, err := f.p.Select(q, start); err != nil {
+					b.Fatal(err)
+				}
+			}
+			all := n.workers * int(n.ranks)
+			for i := range all {
+				r := rank(worker.ID(i/int(n.ranks)+1), uint32(i)%n.ranks)
+				switch {
+				case i == all/3 || i == all/2:
+					serve(r, n.blocks*3/4)
+				case i%10 != 5:
+				case n.crowd:
+					serve(r, 1+rng.IntN(n.blocks))
+				default:
+					serve(r, n.blocks/16)
 				}
 			}
 			var m kvindex.Matches

@@ -26,7 +26,7 @@ type machine struct {
 	model   *books
 	bookOf  map[worker.ID]*tracker.Book
 	now     time.Time
-	board   tracker.Board
+	boards  [2]tracker.Board
 }
 
 var (
@@ -44,7 +44,7 @@ var (
 func TestAgreesWithModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		cfg := tracker.Config{ExpireAfter: 10 * time.Second, CheckEvery: 4 * time.Second}
-		m := &machine{tracker.New(cfg), newBooks(cfg), map[worker.ID]*tracker.Book{}, start, tracker.Board{}}
+		m := &machine{tracker.New(cfg), newBooks(cfg), map[worker.ID]*tracker.Book{}, start, [2]tracker.Board{}}
 		t.Repeat(map[string]func(*rapid.T){
 			"register": m.register, "unregister": m.unregister, "add rank": m.addRank,
 			"reserve": m.reserve, "reserve more": m.reserve, "adopt": m.adopt,
@@ -219,9 +219,9 @@ func (m *machine) agree(t *rapid.T) {
 }
 
 func (m *machine) agreeOnBoard(t *rapid.T, query []uint64) {
-	before := slices.Clone(m.board.Ranks)
-	moved := m.tracker.Read(query, m.now, &m.board)
-	b := &m.board
+	b := &m.boards[rapid.SampledFrom([]int{0, 0, 0, 0, 1}).Draw(t, "board")]
+	before := slices.Clone(b.Ranks)
+	moved := m.tracker.Read(query, m.now, b)
 	if !moved && !slices.Equal(b.Ranks, before) {
 		t.Fatalf("Read = false, but Ranks went from %v to %v", before, b.Ranks)
 	}
@@ -232,8 +232,10 @@ func (m *machine) agreeOnBoard(t *rapid.T, query []uint64) {
 		t.Fatalf("Ranks = %v with %d loads, want %v", b.Ranks, len(b.Loads), want)
 	}
 	for i, r := range b.Ranks {
-		if load := m.model.load(r, m.now); b.Loads[i] != load {
-			t.Fatalf("Loads of %+v = %+v, want %+v", r, b.Loads[i], load)
+		l := m.model.load(r, m.now)
+		want := tracker.Figures{PrefillTokens: float64(l.PrefillTokens), DecodeBlocks: float64(l.DecodeBlocks), Requests: float64(l.Requests)}
+		if b.Loads[i] != want {
+			t.Fatalf("Loads of %+v = %+v, want %+v", r, b.Loads[i], want)
 		}
 		if held := uint32(m.model.overlap(r, query)); b.Held[i] != held {
 			t.Fatalf("Held(%v) of %+v = %d, want %d", query, r, b.Held[i], held)

@@ -124,6 +124,7 @@ type rankBook struct {
 	slot     uint32
 	seat     int32 // in a valid seating
 	falls    bool  // its prefills do, by time
+	changed  bool  // listed in the seating
 	book     *Book
 	requests uint64
 	blocks   wide // each as if it weighed whole
