@@ -201,7 +201,7 @@ func (p *Partition) fullLocked(q *Query, class *Class, now time.Time) bool {
 			if q.DP != nil && s.board.Ranks[seat].DP != bookedDP(w, *q.DP) {
 				continue
 			}
-			if !class.Busy(s.board.Loads[seat].PrefillTokens, w.MaxNumBatchedTokens) {
+			if !class.Busy(s.board.Loads[seat].Tokens(), w.MaxNumBatchedTokens) {
 				return false
 			}
 			some = true
