@@ -63,12 +63,12 @@ func draw(costs, weights []float64, temperature, u float64) int {
 			sum += weights[i]
 		}
 	}
-	last, cumulative := -1, 0.0
+	last, left := -1, u*sum
 	for i, w := range weights {
 		if w == 0 {
 			continue
 		}
-		if last, cumulative = i, cumulative+w/sum; cumulative >= u {
+		if last, left = i, left-w; left <= 0 {
 			return i
 		}
 	}

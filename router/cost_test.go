@@ -144,6 +144,7 @@ func TestCost(t *testing.T) {
 		{row: 25, block: 16, isl: 128, dev: 4, held: 5, raw: 8, credit: 4, want: 9},
 		{row: 26, block: 16, isl: 128, raw: 8, want: 8},
 		{row: 27, block: 16, isl: 128, dev: 4, held: 5, override: router.Override{OverlapScoreCredit: new(1.5)}, raw: 8, credit: 6, want: 7},
+		{row: 271, block: 16, isl: 64, dev: 4, held: 5, override: router.Override{OverlapScoreCredit: new(1.5)}, raw: 4, credit: 6, want: 5}, // none below 0
 		{row: 28, block: 16, isl: 64, prefill: 48, dev: 4, raw: 7, credit: 4, want: 3},
 		{row: 29, block: 16, isl: 64, prefill: 48, dev: 4, change: decay(1), raw: 7, credit: 2.285714, want: 4.714286},
 		{row: 30, block: 16, isl: 256, prefill: 512, dev: 16, change: decay(1), raw: 48, credit: 5.333333, want: 42.666667},

@@ -417,7 +417,6 @@ func (p *Partition) register(w *worker.Worker, now time.Time) {
 		p.slots = append(p.slots, candidate{})
 	}
 	p.slots[slot] = candidate{id: w.ID, worker: w, book: book, multi: w.DPSize > 1}
-	p.scheduler.stale = true
 }
 
 func (p *Partition) unregister(id worker.ID, now time.Time) {
@@ -426,7 +425,6 @@ func (p *Partition) unregister(id worker.ID, now time.Time) {
 	if slot, ok := p.Busy.Slot(id); ok {
 		p.slots[slot] = candidate{}
 	}
-	p.scheduler.stale = true
 	p.Busy.Unregister(id, now)
 	p.Tracker.Unregister(id)
 }

@@ -191,7 +191,7 @@ func (p *Partition) fullLocked(q *Query, class *Class, now time.Time) bool {
 	}
 	s := &p.scheduler
 	s.unmark()
-	if p.Tracker.Read(nil, now, &s.board) || s.stale {
+	if p.Tracker.Read(nil, now, &s.board) {
 		p.seatLocked()
 	}
 	some := false

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"math/bits"
 	"slices"
 	"sort"
 	"time"
@@ -20,10 +21,9 @@ import (
 // in the order of their seats.
 type scheduler struct {
 	board  tracker.Board
-	stale  bool                // workers have changed since runs and slotOf were made
-	runs   []run               // the ranks that are served of the worker in each slot of busy.List
-	slotOf map[worker.ID]int32 // its slot
-	slotAt []int32             // by seat: the slot of its worker
+	runs   []run   // the ranks that are served of the worker in each slot of busy.List
+	byID   runs    // the same by worker
+	slotAt []int32 // by seat: the slot of its worker
 
 	match  []int32   // by seat: 1 + the index of what the rank has of the prompt, 0 if that is nothing
 	credit []float64 // by seat: of what it has
@@ -36,6 +36,41 @@ type scheduler struct {
 
 // run is seats side by side.
 type run struct{ first, n int32 }
+
+// runs are runs by worker, for a look at thousands of them in one decision: a table of open
+// addressing, at most half full.
+type runs struct {
+	at    []runAt
+	shift uint // what is left of a hash is a place in at
+}
+
+type runAt struct {
+	id worker.ID
+	run
+}
+
+func newRuns(n int) runs {
+	width := bits.Len(uint(2 * n))
+	return runs{make([]runAt, 1<<width), uint(64 - width)}
+}
+
+// place is where id is, or would be put.
+func (t *runs) place(id worker.ID) *runAt {
+	i := uint64(id) * 0x9E3779B97F4A7C15 >> t.shift
+	for t.at[i].n > 0 && t.at[i].id != id {
+		i = (i + 1) % uint64(len(t.at))
+	}
+	return &t.at[i]
+}
+
+func (t *runs) get(id worker.ID) run { return t.place(id).run }
+
+// put adds the run of a worker, unless that is empty.
+func (t *runs) put(id worker.ID, r run) {
+	if r.n > 0 {
+		*t.place(id) = runAt{id, r}
+	}
+}
 
 // stretch is candidates side by side, the costs of which have the same factor.
 type stretch struct {
@@ -50,6 +85,7 @@ type pricing struct {
 	tokens uint32  // in a block
 	block  float64 // the same
 	isl    uint64
+	length float64  // blocks of the prompt, a last one that is not complete included
 	hashes []uint64 // blocks that requests share
 	blocks uint64   // all that the prompt takes where none is shared
 	least  float64  // prefill backlog of the candidate that has the least, if the credit decays
@@ -62,7 +98,8 @@ func (p *Partition) pricing(q *Query) pricing {
 	w := p.cost.Weights(q.Override)
 	x := pricing{
 		Weights: w, tokens: q.blockSize(), block: float64(q.blockSize()), isl: q.PromptTokens,
-		rare: len(q.Shared) > 0 || w.DecodeOnly && !w.TrackPrefill,
+		length: max(math.Ceil(float64(q.PromptTokens)/float64(q.blockSize())), 1),
+		rare:   len(q.Shared) > 0 || w.DecodeOnly && !w.TrackPrefill,
 	}
 	if p.cost.TrackActiveBlocks && !q.NoDecode {
 		x.blocks = q.PrivateBlocks + uint64(len(q.SequenceHashes))
@@ -85,7 +122,7 @@ func (q *Query) blockSize() uint32 {
 func (p *Partition) cheapestLocked(slots []int32, q *Query, marked bool, now time.Time) (Selection, error) {
 	s, x := &p.scheduler, p.pricing(q)
 	s.unmark()
-	if p.Tracker.Read(x.hashes, now, &s.board) || s.stale {
+	if p.Tracker.Read(x.hashes, now, &s.board) {
 		p.seatLocked()
 	}
 	p.lineUpLocked(slots, q)
@@ -226,7 +263,7 @@ func (p *Partition) sweepLocked(q *Query, marked bool) {
 func (p *Partition) seatLocked() {
 	s := &p.scheduler
 	ranks := s.board.Ranks
-	s.stale, s.slotOf = false, make(map[worker.ID]int32, len(p.slots))
+	s.byID = newRuns(len(p.slots))
 	s.runs, s.slotAt = make([]run, len(p.slots)), make([]int32, len(ranks))
 	s.match, s.credit = make([]int32, len(ranks)), make([]float64, len(ranks))
 	for slot := range p.slots {
@@ -234,7 +271,6 @@ func (p *Partition) seatLocked() {
 		if c.worker == nil {
 			continue
 		}
-		s.slotOf[c.id] = int32(slot)
 		from, to := c.worker.DPStart, uint64(c.worker.DPStart)+uint64(c.worker.DPSize)
 		switch {
 		case c.worker.RankRouting == worker.RankByEngine:
@@ -251,6 +287,7 @@ func (p *Partition) seatLocked() {
 			end++
 		}
 		s.runs[slot] = run{int32(first), int32(end - first)}
+		s.byID.put(c.id, s.runs[slot])
 	}
 }
 
@@ -346,10 +383,8 @@ func (s *scheduler) mark(q *Query, x *pricing) {
 	for i := range all {
 		m := &all[i]
 		if m.Rank.Worker != last || i == 0 { // the index often tells of a worker's ranks one after the other
-			last, ranks = m.Rank.Worker, run{}
-			if slot, ok := s.slotOf[last]; ok {
-				ranks = s.runs[slot]
-			}
+			last = m.Rank.Worker
+			ranks = s.byID.get(last)
 		}
 		seat := s.find(m.Rank, ranks)
 		if seat < 0 {
@@ -359,9 +394,14 @@ func (s *scheduler) mark(q *Query, x *pricing) {
 		if decays {
 			k = x.creditFactor(s.board.Loads[seat].PrefillTokens)
 		}
-		s.match[seat], s.credit[seat] = int32(i+1), x.credit(*m, 0, k)
+		s.match[seat] = int32(i + 1)
 		s.marked = append(s.marked, seat)
-		if uint64(m.Device+m.Host+m.Disk)*uint64(x.block) > x.isl && x.CachedTokens(*m, x.tokens) > x.isl {
+		if m.Host|m.Disk == 0 { // nearly all; credit would come to the same
+			s.credit[seat] = float64(x.Credit*k) * float64(m.Device)
+		} else {
+			s.credit[seat] = x.credit(*m, 0, k)
+		}
+		if uint64(m.Device+m.Host+m.Disk)*uint64(x.tokens) > x.isl && x.CachedTokens(*m, x.tokens) > x.isl {
 			x.rare = true
 		}
 	}
@@ -381,7 +421,7 @@ func (s *scheduler) leastPrefill() float64 {
 // creditFactor is how much of the credit for its device is left to a rank with that backlog.
 func (x *pricing) creditFactor(prefill float64) float64 {
 	backlog := max(prefill-x.least, 0) / x.block
-	return 1 / (1 + float64(x.CreditDecay*backlog)/max(math.Ceil(float64(x.isl)/x.block), 1))
+	return 1 / (1 + float64(x.CreditDecay*backlog)/x.length)
 }
 
 // price fills in the costs of all candidates.
@@ -464,11 +504,15 @@ func (s *scheduler) terms(q *Query, x *pricing, seat int32, factor float64) Term
 	return t
 }
 
-// explain appends the terms of all candidates.
+// explain appends the terms of all candidates, with the costs that decide.
 func (s *scheduler) explain(q *Query, x *pricing, dst []Terms) []Terms {
+	i := 0
 	for _, st := range s.stretches {
 		for seat := st.first; seat < st.first+st.n; seat++ {
-			dst = append(dst, s.terms(q, x, seat, st.factor))
+			t := s.terms(q, x, seat, st.factor)
+			t.Cost = s.costs[i]
+			dst = append(dst, t)
+			i++
 		}
 	}
 	return dst

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"time"
 
 	"pgregory.net/rapid"
 
@@ -502,5 +503,24 @@ func TestUndeclaredRanks(t *testing.T) {
 	}
 	if want := map[worker.Rank]int{rank(1, 0): 3, rank(1, 1): 3, rank(1, 2): 3}; !maps.Equal(got, want) {
 		t.Errorf("nine requests went to %v, want %v", got, want)
+	}
+}
+
+// TestBookingsExpire: those that can do so after the time that is set, and their load goes.
+func TestBookingsExpire(t *testing.T) {
+	f := newScheduled(t, func(c *router.CostConfig) { c.ActiveRequestExpirySecs = 60 }, record(t, 1, 1))
+	for _, expires := range []bool{true, false} {
+		if _, _, err := f.ask(router.Query{PromptTokens: 16, SequenceHashes: []uint64{1}, Expires: expires}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, tt := range []struct {
+		after time.Duration
+		want  uint64
+	}{{60 * time.Second, 2}, {91 * time.Second, 1}, {time.Hour, 1}} {
+		f.p.Expire(start.Add(tt.after))
+		if got := f.p.Tracker.Load(rank(1, 0), start).Requests; got != tt.want {
+			t.Errorf("requests after %v = %d, want %d", tt.after, got, tt.want)
+		}
 	}
 }

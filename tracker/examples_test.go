@@ -58,6 +58,8 @@ var examples = []struct{ name, steps string }{
 	{"O8-O9", "R 1 0 1; A l 1.0 1,2,3; A r 1.0 1,2,4; O l; L 1.0:0,5; W l 0.5; L 1.0:0,4; W l 0.25; L 1.0:0,4; F l; L 1.0:0,3; F r; L 1.0:0,0"},
 	{"O10", "R 1 0 1; A r 1.0 -; O r; L 1.0:0,1; F r; L 1.0:0,0; O r =0"},
 	{"O11", "R 1 0 1; R 2 0 1; A a 1.0 1,2,3 12; O a 0.5; P a; A b 2.0 1,2,4 12; Q 1,2,3,5 12 1.0:12,3,1 2.0:24,5,1"},
+	{"output of 64 expected tokens, as its fraction left falls", "R 1 0 1; A a 1.0 1,2; O a 0.859375; L 1.0:0,3; O a 0.609375; L 1.0:0,2; O a 0.359375; L 1.0:0,2; O a 0.109375; L 1.0:0,1; F a; L 1.0:0,0"},
+	{"the same, told at once", "R 1 0 1; A a 1.0 1,2; O a 0.375; L 1.0:0,1; A b 1.0 3,4; O b 0; L 1.0:0,1; F a; L 1.0:0,0; F b"},
 	{"weights of another rank stay", "R 1 0 2; A a 1.0 1,2,3,4; A b 1.1 1,2,3,4; W a 0.5; A c 1.0 1,2; L 1.0:0,2 1.1:0,4; F a; L 1.0:0,1 1.1:0,4; F c; F b; L 1.0:0,0 1.1:0,0"},
 	{"sums saturate", "R 1 0 1; A a 1.0 1 18446744073709551615; A b 1.0 2 18446744073709551615; L 1.0:18446744073709551615,2;" +
 		"Q 3 7 1.0:18446744073709551615,3,2; F a; L 1.0:18446744073709551615,1; A c 1.0 2 1; F b; L 1.0:1,1; F c; L 1.0:0,0"},
@@ -129,12 +131,26 @@ func (s *script) run(step string) {
 			return fmt.Sprintf("%d.%d:%d,%d", p.Worker, p.DP, p.PrefillTokens, p.DecodeBlocks)
 		})
 	case "Q":
+		s.board(step, s.hashes(f[1]))
 		s.same(step, s.tracker.Project(s.hashes(f[1]), start, nil), f[3:], func(p tracker.Projection) string {
 			blocks, tokens := p.Potential(s.number(f[2]))
 			return fmt.Sprintf("%d.%d:%d,%d,%d", p.Worker, p.DP, tokens, blocks, p.Requests)
 		})
 	default:
 		s.Fatalf("%s: no such step", step)
+	}
+}
+
+// board checks that a Board tells the same as Project.
+func (s *script) board(step string, hashes []uint64) {
+	s.Helper()
+	var b tracker.Board
+	s.tracker.Read(hashes, start, &b)
+	for _, p := range s.tracker.Project(hashes, start, nil) {
+		i := slices.Index(b.Ranks, p.Rank)
+		if i < 0 || b.Loads[i].Tokens() != p.PrefillTokens || b.Loads[i].Blocks() != p.DecodeBlocks || uint64(len(hashes))-uint64(b.Held[i]) != p.AdditionalBlocks {
+			s.Fatalf("%s: the board has %+v %v %v, Project %+v", step, b.Ranks, b.Loads, b.Held, p)
+		}
 	}
 }
 
