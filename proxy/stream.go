@@ -47,37 +47,38 @@ func (x *exchange) stream(resp *upstream.Response) error {
 		st.commit()
 		x.flush()
 	}
-	for !st.done {
-		part, err := st.next()
-		if err != nil {
-			return st.over(err)
-		}
-		switch err := st.feed(part); {
-		case errors.Is(err, errEventTooLarge):
-			return st.over(err)
-		case err != nil:
-			return err
-		}
+	var failed error
+	err := st.listen(func(part []byte) bool {
+		failed = st.feed(part)
+		return failed == nil && !st.done
+	})
+	switch {
+	case errors.Is(failed, errEventTooLarge):
+		return st.over(failed)
+	case failed != nil:
+		return failed
+	case err != nil:
+		return st.over(err)
 	}
 	st.drain()
 	return nil
 }
 
-// next returns what the worker sends next. While it sends nothing, the client may have to be sent
-// something.
-func (st *stream) next() ([]byte, error) {
+// listen hands what the worker sends to feed until that wants no more. While the worker sends
+// nothing, the client may have to be sent something.
+func (st *stream) listen(feed func(part []byte) bool) error {
 	for {
 		until := st.wake()
-		part, err := st.x.next(st.resp, until)
+		err := st.x.each(st.resp, until, feed)
 		if err == nil || until.IsZero() || !errors.Is(err, os.ErrDeadlineExceeded) {
-			return part, err
+			return err
 		}
 		now := time.Now()
 		if st.x.passed(now) {
-			return nil, err
+			return err
 		}
 		if err := st.woken(now); err != nil {
-			return nil, err
+			return err
 		}
 	}
 }

@@ -97,28 +97,47 @@ func (x *exchange) due() time.Time {
 
 // next is resp.Next within the limits of the request. It fails with os.ErrDeadlineExceeded when
 // one of them is passed, or at the given time, if it is not zero.
-func (x *exchange) next(resp *upstream.Response, until time.Time) ([]byte, error) {
+func (x *exchange) next(resp *upstream.Response, until time.Time) (part []byte, err error) {
+	err = x.within(resp, until, func() (err error) {
+		part, err = resp.Next()
+		return err
+	})
+	return part, err
+}
+
+// each is resp.Each within the limits of the request, with the errors of next.
+func (x *exchange) each(resp *upstream.Response, until time.Time, f func(part []byte) bool) error {
+	return x.within(resp, until, func() error {
+		return resp.Each(func(part []byte) bool {
+			if x.silence() > 0 {
+				x.wait.heard = time.Now()
+			}
+			return f(part)
+		})
+	})
+}
+
+// within has read wait for the worker until one of the limits of the request is passed, or until
+// the given time, if it is not zero.
+func (x *exchange) within(resp *upstream.Response, until time.Time, read func() error) error {
 	for {
 		at := earlier(x.due(), until)
 		if x.wait.fired || !at.IsZero() && (x.wait.armed.IsZero() || at.Before(x.wait.armed)) {
 			x.wait.armed, x.wait.fired = at, false
 			if err := resp.SetReadDeadline(at); err != nil {
-				return nil, err
+				return err
 			}
 		}
-		part, err := resp.Next()
-		switch {
-		case err == nil:
-			if x.silence() > 0 {
-				x.wait.heard = time.Now()
-			}
-			return part, nil
-		case !errors.Is(err, os.ErrDeadlineExceeded):
-			return nil, err
+		err := read()
+		if err == nil && x.silence() > 0 {
+			x.wait.heard = time.Now()
+		}
+		if !errors.Is(err, os.ErrDeadlineExceeded) {
+			return err
 		}
 		x.wait.fired = true
 		if at = earlier(x.due(), until); !at.IsZero() && !time.Now().Before(at) {
-			return nil, err
+			return err
 		}
 	}
 }

@@ -74,6 +74,8 @@ type Client struct {
 	sweep  *time.Timer
 	armed  bool // sweep will fire
 	closed bool
+
+	streams watched
 }
 
 // New returns a Client for the worker at endpoint, an http or https URL whose path, if any,

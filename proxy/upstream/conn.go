@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -35,6 +36,8 @@ type conn struct {
 	turn   func(fd uintptr) bool // probe, writev, and readin when the answer comes; nil with TLS
 	probe  func(fd uintptr) bool // one non-blocking read of a byte
 	readin func(fd uintptr) bool // one non-blocking read into in; nil with TLS
+	listen func(fd uintptr) bool // reads into in, and hand after each read
+	hand   func() bool           // whether to go on reading
 	in     *input
 	inErr  error
 	out    [2][]byte
@@ -43,7 +46,13 @@ type conn struct {
 	silent bool
 	asked  bool   // turn has written all of out
 	onSent func() // the request's Sent, for turn
+
+	unsure atomic.Int32 // rounds of look until it is; 0: no end of the worker's can have gone unnoticed
 }
+
+// unsureFor is how many rounds of look a connection is left alone after a read. One that is read
+// all the time notices an end by itself.
+const unsureFor = 2
 
 // errStale means that an idle connection was found closed, or with something unasked on it; nothing
 // was sent.
@@ -75,11 +84,14 @@ func (c *Client) dial(ctx context.Context, until time.Time) (*conn, error) {
 		}
 		cn.nc = secure
 	}
-	cn.abort = func() { _ = cn.sock.Close() }
+	cn.abort = func() {
+		cn.shut() // closing waits for who is reading, whom each lets wait for others
+		_ = cn.sock.Close()
+	}
 	cn.writev = cn.writeOnce
 	cn.probe = cn.readOnce
 	if c.tls == nil {
-		cn.readin, cn.turn = cn.fillOnce, cn.turnOnce
+		cn.readin, cn.turn, cn.listen = cn.fillOnce, cn.turnOnce, cn.listenOnce
 	}
 	return cn, nil
 }
@@ -162,6 +174,63 @@ func (cn *conn) fillOnce(fd uintptr) bool {
 		}
 		return true
 	}
+}
+
+// each reads into in and calls hand after each read, until that tells to stop. The worker's data are
+// told once, when they come, so a read that has emptied the socket, as one that leaves room in the
+// buffer has, needs no second one to see that nothing is left. But an end that came with the data
+// was told with them: until look has looked for it, it may have gone unnoticed.
+func (cn *conn) each(in *input, hand func() bool) error {
+	cn.in, cn.inErr, cn.hand = in, nil, hand
+	cn.client.watch(cn)
+	err := cn.raw.Read(cn.listen)
+	cn.client.unwatch(cn)
+	cn.in, cn.hand = nil, nil
+	if err == nil {
+		err = cn.inErr
+	}
+	return err
+}
+
+func (cn *conn) listenOnce(fd uintptr) bool {
+	for {
+		if !cn.fillOnce(fd) {
+			return false
+		}
+		emptied := cn.in.w < len(cn.in.buf)
+		if cn.inErr != nil || !cn.hand() {
+			return true
+		}
+		if emptied {
+			cn.in.idle()
+			if cn.unsure.Load() != unsureFor {
+				cn.unsure.Store(unsureFor)
+			}
+			return false
+		}
+	}
+}
+
+// look sees to it that the reader of a connection that has been unsure since the last but one round
+// is woken if the worker has ended it: shutting what is shut changes nothing, but is told.
+func (cn *conn) look() {
+	if n := cn.unsure.Load(); n == 0 || !cn.unsure.CompareAndSwap(n, n-1) || n > 1 {
+		return
+	}
+	ended := false
+	_ = cn.raw.Control(func(fd uintptr) { // or it is closed
+		var b [1]byte
+		n, _, err := syscall.Recvfrom(int(fd), b[:], syscall.MSG_PEEK)
+		ended = n == 0 && err == nil || err != nil && err != syscall.EAGAIN && err != syscall.EINTR
+	})
+	if ended {
+		cn.shut()
+	}
+}
+
+// shut ends both directions at once, whoever is using the connection.
+func (cn *conn) shut() {
+	_ = cn.raw.Control(func(fd uintptr) { _ = syscall.Shutdown(int(fd), syscall.SHUT_RDWR) })
 }
 
 // ask is send on a connection that was idle, which then waits for the first bytes of the answer. It

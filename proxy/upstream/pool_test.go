@@ -222,6 +222,16 @@ func TestTLS(t *testing.T) {
 			}
 		}
 	})
+	t.Run("by Each", func(t *testing.T) {
+		resp, err := tlsWorker(t, cert, answering(plain)).client(t, cfg).Do(t.Context(), post(""))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Close()
+		if body, err := each(resp, nil); body != "ok" || err != io.EOF {
+			t.Errorf("Each = %q, %v, want ok, EOF", body, err)
+		}
+	})
 	t.Run("early answer", func(t *testing.T) {
 		done := make(chan struct{})
 		defer close(done)
