@@ -39,8 +39,9 @@ var rooms = map[string]room{
 	"cmd/spillway": {top, []string{"buckets", "logline", "configs", "proxy", "selectservice", "tracker/service", "kvindex/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
 	"configs":      {top, []string{"proxy", "selectservice", "tracker/service", "kvindex/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
 
-	"proxy":           {shell, []string{"httperr", "buckets", "proxy/upstream"}},
-	"proxy/upstream":  {shell, nil},
+	"proxy":           {shell, []string{"httperr", "buckets", "proxy/upstream", "proxy/sockio"}},
+	"proxy/upstream":  {shell, []string{"proxy/sockio"}},
+	"proxy/sockio":    {shell, nil},
 	"selectservice":   {shell, []string{"httperr", "jsonhttp"}},
 	"tracker/service": {shell, []string{"httperr", "jsonhttp"}},
 	"kvindex/service": {shell, []string{"jsonhttp", "wire", "kvindex"}},
@@ -67,9 +68,12 @@ var rooms = map[string]room{
 	"wire":    {leaf, []string{"worker", "kvhash"}},
 }
 
-// private packages are part of another one, which alone may import them; tests may import
-// sim/engine too, to drive it in virtual time.
-var private = map[string]string{"proxy/upstream": "proxy", "sim/engine": "sim", "configs": "cmd/spillway"}
+// private packages are part of another one, which alone may import them, with its other parts; tests
+// may import sim/engine too, to drive it in virtual time.
+var private = map[string]string{"proxy/upstream": "proxy", "proxy/sockio": "proxy", "sim/engine": "sim", "configs": "cmd/spillway"}
+
+// partOf tells whether a package is the other one or one of its parts.
+func partOf(pkg, owner string) bool { return pkg == owner || strings.HasPrefix(pkg, owner+"/") }
 
 // allowed is what a package may import of this module.
 func allowed(pkg string) map[string]bool {
@@ -77,7 +81,7 @@ func allowed(pkg string) map[string]bool {
 	var add func(from string)
 	add = func(from string) {
 		for _, to := range rooms[from].imports {
-			if owner, ok := private[to]; (!ok || owner == pkg) && !all[to] {
+			if owner, ok := private[to]; (!ok || partOf(pkg, owner)) && !all[to] {
 				all[to] = true
 				add(to)
 			}
@@ -181,7 +185,7 @@ func TestRooms(t *testing.T) {
 				t.Errorf("%s: imports %s, which is not in the list", pkg, to)
 			case r.layer > rooms[pkg].layer:
 				t.Errorf("%s: imports %s, which is above it", pkg, to)
-			case r.layer == shell && rooms[pkg].layer == shell && to != "httperr" && to != "jsonhttp" && private[to] != pkg:
+			case r.layer == shell && rooms[pkg].layer == shell && to != "httperr" && to != "jsonhttp" && (private[to] == "" || !partOf(pkg, private[to])):
 				t.Errorf("%s: imports the shell package %s", pkg, to)
 			}
 		}
@@ -206,6 +210,8 @@ func TestAllowed(t *testing.T) {
 		{"worker", "busy", false, false},
 		{"replay", "sim", false, false},
 		{"monitor", "proxy/upstream", false, false},
+		{"proxy/upstream", "proxy/sockio", true, true},
+		{"monitor", "proxy/sockio", false, false},
 		{"proxy", "configs", false, false},
 		{"cmd/spillway", "configs", true, true},
 		{"cmd/spillway", "proxy/upstream", false, true},

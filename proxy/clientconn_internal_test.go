@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -114,4 +115,42 @@ func TestClientConnAskedDeadline(t *testing.T) {
 	if _, err := io.Copy(io.Discard, client); err != nil {
 		t.Errorf("the client reads until %v, want an end", err)
 	}
+}
+
+// TestClientConnTells: ends and faults look as the runtime's own connections tell them.
+func TestClientConnTells(t *testing.T) {
+	server, client := clientPair(t, time.Second)
+	if n, err := server.Read(nil); n != 0 || err != nil {
+		t.Errorf("Read of nothing = %d, %v, want 0", n, err)
+	}
+	if _, err := client.Write([]byte("0123456789")); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, 10)
+	if _, err := io.ReadFull(server, got); string(got) != "0123456789" || err != nil {
+		t.Errorf("the server reads %q, %v", got, err)
+	}
+	if err := client.CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := server.Read(got); n != 0 || err != io.EOF { //nolint:errorlint // as callers compare
+		t.Errorf("Read = %d, %v at the end, want EOF", n, err)
+	}
+	_ = client.SetLinger(0)
+	_ = client.Close() // a reset
+	failed := func(op string, call func([]byte) (int, error), want error) {
+		t.Helper()
+		_, err := call(got)
+		for end := time.Now().Add(time.Minute); err == nil && time.Now().Before(end); {
+			_, err = call(got)
+		}
+		var oe *net.OpError
+		if !errors.As(err, &oe) || oe.Op != op || !errors.Is(err, want) {
+			t.Errorf("%s = %#v, want a net.OpError of that name, %v", op, err, want)
+		}
+	}
+	failed("write", server.Write, syscall.EPIPE)
+	_ = server.Close()
+	failed("read", server.Read, net.ErrClosed)
+	failed("write", server.Write, net.ErrClosed)
 }

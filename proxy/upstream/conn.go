@@ -12,7 +12,7 @@ import (
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"spillway/proxy/sockio"
 )
 
 // inlineTLS is the largest body that is encrypted and written by the caller's goroutine. It
@@ -134,7 +134,7 @@ func (cn *conn) quiet() bool {
 
 func (cn *conn) readOnce(fd uintptr) bool {
 	var b [1]byte
-	_, err := syscall.Read(int(fd), b[:])
+	_, err := sockio.Read(fd, b[:])
 	cn.silent = err == syscall.EAGAIN
 	return true
 }
@@ -158,7 +158,7 @@ func (cn *conn) fillOnce(fd uintptr) bool {
 	in := cn.in
 	in.makeRoom()
 	for {
-		n, err := syscall.Read(int(fd), in.buf[in.w:])
+		n, err := sockio.Read(fd, in.buf[in.w:])
 		switch {
 		case err == syscall.EINTR:
 			continue
@@ -346,18 +346,14 @@ func (cn *conn) join(sending <-chan error, keep bool) bool {
 }
 
 func (cn *conn) writeOnce(fd uintptr) bool {
-	out := cn.out[:]
-	if len(out[1]) == 0 {
-		out = out[:1]
-	}
 	for {
-		n, err := unix.Writev(int(fd), out)
+		n, err := sockio.Writev(fd, cn.out[0], cn.out[1])
 		switch err {
 		case nil:
 			cn.wrote = n
-		case unix.EINTR:
+		case syscall.EINTR:
 			continue
-		case unix.EAGAIN: // nothing fits; the rest is everything
+		case syscall.EAGAIN: // nothing fits; the rest is everything
 		default:
 			cn.outErr = err
 		}
