@@ -98,8 +98,10 @@ func (c *clientConn) readOnce(fd uintptr) bool {
 
 // Write fails with os.ErrDeadlineExceeded when it takes longer than writeTimeout, or up to an eighth
 // less than that.
-func (c *clientConn) Write(p []byte) (int, error) {
-	if err := c.arm(time.Now()); err != nil {
+func (c *clientConn) Write(p []byte) (int, error) { return c.writeTimed(p, time.Now()) }
+
+func (c *clientConn) writeTimed(p []byte, now time.Time) (int, error) {
+	if err := c.arm(now); err != nil {
 		return 0, err
 	}
 	if c.raw == nil {

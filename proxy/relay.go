@@ -352,10 +352,14 @@ func (x *exchange) armWrite(now time.Time) {
 }
 
 // flush sends what was written at once.
-func (x *exchange) flush() {
-	if f, ok := x.w.Writer.(http.Flusher); ok {
+func (x *exchange) flush() error {
+	switch f := x.w.Writer.(type) { // the server's own writer, without echo's wrapper
+	case interface{ FlushError() error }:
+		return f.FlushError()
+	case http.Flusher:
 		f.Flush()
 	}
+	return nil
 }
 
 // pinned resolves a pin to a worker: a number is an ID, anything else a name.

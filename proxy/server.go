@@ -166,8 +166,8 @@ func (s *Server) Run(ctx context.Context, ln, admin net.Listener) error {
 func (s *Server) start(requests context.Context, ln net.Listener, h http.Handler, served chan<- error) *http.Server {
 	srv := &http.Server{
 		Handler: h, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: s.cfg.ClientIdleTimeout, MaxHeaderBytes: 1 << 20,
-		BaseContext: func(net.Listener) context.Context { return requests },
-		ErrorLog:    slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
+		BaseContext: func(net.Listener) context.Context { return requests }, ConnContext: withClient,
+		ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 	}
 	ln = clientListener{ln, s.cfg.ClientWriteTimeout}
 	if s.tls == nil {

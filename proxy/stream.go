@@ -18,14 +18,15 @@ type stream struct {
 	x         *exchange
 	resp      *upstream.Response
 	split     splitter
-	pending   []byte // bytes of events that are not complete, or of several reads
-	scratch   []byte // for data that spans lines
-	begun     bool   // an event has come
-	committed bool   // the head is out
-	done      bool   // [DONE], or what stands for it, has passed
-	failed    bool   // the worker sent an error object
-	code      int    // of that error, 0 if it gave none
-	blocks    uint64 // KV blocks of prompt and output so far
+	pending   []byte      // bytes of events that are not complete, or of several reads
+	scratch   []byte      // for data that spans lines
+	begun     bool        // an event has come
+	committed bool        // the head is out
+	direct    *clientConn // takes further chunks past net/http; nil before the first, or if none may
+	done      bool        // [DONE], or what stands for it, has passed
+	failed    bool        // the worker sent an error object
+	code      int         // of that error, 0 if it gave none
+	blocks    uint64      // KV blocks of prompt and output so far
 	seen      [4]uint64
 	ended     [4]uint64 // choices by index
 	spoken    uint64    // completion tokens that usage has told so far
@@ -45,7 +46,7 @@ func (x *exchange) stream(resp *upstream.Response) error {
 	}
 	if x.s.cfg.CommitOn == "head" {
 		st.commit()
-		x.flush()
+		_ = x.flush() // the next write tells
 	}
 	var failed error
 	err := st.listen(func(part []byte) bool {
@@ -103,7 +104,7 @@ func (st *stream) woken(now time.Time) error {
 	if d := x.s.cfg.PreCommitPeek; d > 0 && !st.committed && !now.Before(st.headAt.Add(d)) {
 		x.armWrite(now)
 		st.commit()
-		x.flush()
+		_ = x.flush() // the next write tells
 	}
 	if d := x.s.cfg.SSEKeepAliveInterval; d > 0 && !now.Before(st.wrote.Add(d)) {
 		return st.write(keepAlive)
@@ -276,18 +277,33 @@ func (st *stream) write(events []byte) error {
 	if !st.committed {
 		st.commit()
 	}
-	now := time.Now()
-	x.armWrite(now)
-	st.wrote = now
-	// echo's wrapper only counts; the server's own writer is written and flushed.
-	n, err := x.w.Writer.Write(events)
+	st.wrote = time.Now()
+	n, err := st.send(events, st.wrote)
 	x.out.written += int64(n)
 	if err != nil {
 		x.gone = true
 		return context.Canceled
 	}
-	x.flush()
 	return nil
+}
+
+// send writes and flushes. The first events go out with the head that net/http writes, the others
+// straight to the connection where the head promised chunks: net/http would copy them twice, and write
+// what does not fit its buffers in pieces.
+func (st *stream) send(events []byte, now time.Time) (int, error) {
+	if st.direct != nil {
+		return st.direct.writeChunk(events, now)
+	}
+	x := st.x
+	x.armWrite(now)
+	n, err := x.w.Writer.Write(events) // echo's wrapper only counts
+	if err == nil {
+		err = x.flush()
+	}
+	if err == nil { // now nothing is left in net/http's buffers
+		st.direct = x.chunks()
+	}
+	return n, err
 }
 
 // over ends the stream where the worker's answer did, cleanly or not.

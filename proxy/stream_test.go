@@ -1,11 +1,15 @@
 package proxy_test
 
 import (
+	"bufio"
 	"errors"
 	"fmt"
 	"io"
+	"net"
+	"net/http"
 	"strings"
 	"testing"
+	"time"
 
 	"spillway/proxy"
 )
@@ -272,5 +276,35 @@ func TestBackpressure(t *testing.T) {
 	}
 	if got := f.states(); got != "w:unknown" {
 		t.Errorf("afterwards %s: a slow client is not a worker's failure", got)
+	}
+}
+
+// TestStreamFraming: events come in chunks where the protocol has them, the connection serves a
+// further request after them, and in the plain where it has not.
+func TestStreamFraming(t *testing.T) {
+	long := `data: {"choices":[{"index":0,"delta":{"content":"` + strings.Repeat("x", 100<<10) + `"}}]}` + "\n\n"
+	want := role + hello + long + ended + done
+	s := newScript(t, streaming(role, hello, long, ended, done))
+	f := begin(t, setup{}, served("w", s))
+	nc, err := net.Dial("tcp", f.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer nc.Close()
+	_ = nc.SetDeadline(time.Now().Add(patience))
+	br := bufio.NewReader(nc)
+	for i, version := range []string{"1.1", "1.1", "1.0"} {
+		fmt.Fprintf(nc, "POST /v1/chat/completions HTTP/%s\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", version, len(streamBody), streamBody)
+		resp, err := http.ReadResponse(br, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, err := io.ReadAll(resp.Body)
+		if string(body) != want || err != nil {
+			t.Errorf("request %d, HTTP/%s: %d bytes, %v, want %d", i, version, len(body), err, len(want))
+		}
+		if chunked := len(resp.TransferEncoding) > 0; chunked != (version == "1.1") {
+			t.Errorf("request %d, HTTP/%s: transfer coding %v", i, version, resp.TransferEncoding)
+		}
 	}
 }
