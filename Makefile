@@ -10,7 +10,7 @@ build: setup ## bin/spillway
 	go build -o bin/spillway ./cmd/spillway
 
 test: setup-test check ## gofmt, vet, lint, and every test under the race detector
-	REQUIRE_PROMETHEUS=1 go test -race ./...
+	REQUIRE_PROMETHEUS=1 REQUIRE_REDIS=1 go test -race ./...
 
 check:
 	@unformatted=$$(gofmt -l .); if [ -n "$$unformatted" ]; then echo "gofmt would change:" $$unformatted; exit 1; fi
@@ -30,8 +30,9 @@ bench-proxy: setup ## CPU time of a request through spillway, beside a bare http
 setup:
 	@sh .ci/setup
 
-# setup-test also unpacks Prometheus into bin/tools, which the tests of deploy/ run. Without it
-# `go test` skips them; REQUIRE_PROMETHEUS makes them fail instead.
+# setup-test also puts Prometheus, which the tests of deploy/ run, and redis-server, which those of
+# dispatch run, into bin/tools. Without them `go test` skips those tests; REQUIRE_PROMETHEUS and
+# REQUIRE_REDIS make them fail instead.
 setup-test:
 	@sh .ci/setup test
 

@@ -92,7 +92,7 @@ file (--config), in this order. Unknown keys and bad values are errors.`,
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
 		return fmt.Errorf("%w (see %s --help)", err, cmd.CommandPath())
 	})
-	root.AddCommand(newFrontendCommand(p), newSim(p), newReplay(p), newSelectService(p), newSlotTracker(p), newIndexer(p), newDemo(p))
+	root.AddCommand(newFrontendCommand(p), newSim(p), newReplay(p), newSelectService(p), newSlotTracker(p), newIndexer(p), newDispatch(p), newDemo(p))
 	return root
 }
 

@@ -1,0 +1,75 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"strconv"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/spf13/cobra"
+
+	"spillway/configs"
+	"spillway/dispatch"
+)
+
+func newDispatch(p process) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "dispatch",
+		Short: "Send queued requests that can wait, as far as there is room to spare",
+		Long: `Takes requests out of queues in Redis and sends them to a front end while the dispatch budget
+says that nobody else needs the room. A request leaves Redis when its result is there: what a process
+was working on when it died is sent by another one. Keys and JSON are those of llm-d's batch gateway
+and async processor. docs/dispatch.md tells how to write the queues' file.`,
+		Example: `  spillway dispatch --transport-config-file queues.json
+  spillway dispatch --transport-config-file queues.json --dry-run
+
+  spillway dispatch submit requests.jsonl --deadline 24h
+  spillway dispatch status
+  spillway dispatch results --count 1000 > results.jsonl
+  spillway dispatch cancel ID...`,
+	}
+	cmd = command(p, cmd, configs.DefaultDispatch(), func(c configs.Dispatch) configs.Log { return c.Log },
+		func(ctx context.Context, cfg configs.Dispatch, log *slog.Logger) error {
+			return runDispatch(ctx, p, cfg, log)
+		})
+	cmd.AddCommand(newSubmit(p), newDispatchStatus(p), newResults(p), newCancel(p))
+	return cmd
+}
+
+// dispatchWitness is told of the steps of messages; only tests of crashes set it.
+var dispatchWitness func(dispatch.Step, string)
+
+func runDispatch(ctx context.Context, p process, cfg configs.Dispatch, log *slog.Logger) error {
+	metrics := prometheus.NewRegistry()
+	metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), buildInfo())
+	d, err := dispatch.New(cfg.Dispatch, os.Getenv, metrics, log)
+	if err != nil {
+		return err
+	}
+	d.Witness = dispatchWitness
+	var doors dispatch.Doors
+	var lc net.ListenConfig
+	for _, door := range []struct {
+		ln   *net.Listener
+		name string
+		port int
+	}{{&doors.API, "Dispatcher", cfg.Dispatch.Port}, {&doors.Health, "Health", cfg.Dispatch.HealthPort}, {&doors.Metrics, "Metrics", cfg.Dispatch.MetricsPort}} {
+		if *door.ln, err = lc.Listen(ctx, "tcp", net.JoinHostPort(cfg.Dispatch.Host, strconv.Itoa(door.port))); err != nil {
+			return fmt.Errorf("dispatch: %w", err)
+		}
+		fmt.Fprintf(p.stdout, "%s: http://%s\n", door.name, reachable((*door.ln).Addr()))
+	}
+	defer easeCollector()()
+	answering, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	answered := make(chan error, 1)
+	go func() { answered <- d.Serve(answering, doors, metrics) }()
+	err = d.Run(ctx)
+	stop()
+	return errors.Join(err, <-answered)
+}

@@ -1,0 +1,397 @@
+package dispatch
+
+import (
+	"encoding/json"
+	"fmt"
+	"math"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"spillway/dispatch/budget"
+)
+
+// gate is what a gate_type and its gate_params say: what is read, and what is asked of each message.
+type gate struct {
+	pool     string  // inference pool, "" if it has none
+	inputs   []input // what the budget is made of; none for a gate that only looks at messages
+	admit    admission
+	warnings []string
+}
+
+// input is one source of a budget and how it is read.
+type input struct {
+	id     string // type and parameters: what is the same is read once
+	name   string // for people
+	source budget.Source
+	reader reader
+	every  time.Duration // between readings
+	per    float64       // capacity of one endpoint, NaN if it is not known here
+}
+
+// builder makes gates.
+type builder struct {
+	cfg     Config
+	workers int // of the pool that the gate is for: the capacity where none is known
+	metrics *asker
+	clients map[string]redis.UniversalClient // by address, of gates in Redis; closed by their user
+}
+
+// maxDepth bounds gates in gates.
+const maxDepth = 8
+
+func (b *builder) build(kind string, raw json.RawMessage, depth int) (*gate, error) {
+	if depth > maxDepth {
+		return nil, fmt.Errorf("gate %s: more than %d gates in one another", kind, maxDepth)
+	}
+	make, known := map[string]func(*params, int) (*gate, error){
+		"constant": b.constant, "redis": b.redisBudget, "redis-quota": b.redisQuota, "local-max-concurrency": b.localMax,
+		"prometheus-saturation": b.saturation, "prometheus-budget": b.budget, "prometheus-query": b.query,
+		"endpoint-scrape": b.scrape, "composite": b.composite, "wait-on-refuse": b.waitOnRefuse,
+		"tier-priority-admission": b.tier, "spillway": b.spillway,
+	}[kind]
+	if !known {
+		return nil, fmt.Errorf("unknown gate_type %q", kind)
+	}
+	p := newParams(raw)
+	g, err := make(p, depth)
+	if err == nil {
+		err = p.close()
+	}
+	if err != nil {
+		return nil, fmt.Errorf("gate %s: %w", kind, err)
+	}
+	for i := range g.inputs {
+		if g.inputs[i].id == "" {
+			g.inputs[i].id, g.inputs[i].name = kind+" "+string(raw), kind
+		}
+	}
+	return g, nil
+}
+
+// rule reads what all gates with a budget have in common. per is the capacity of one endpoint in the
+// unit, NaN if it is not known; fixed is max_sys, NaN if it is not set.
+func (b *builder) rule(p *params, baseline float64) (s budget.Source, per, fixed float64) {
+	unit, err := budget.ParseUnit(p.text("budget_unit", "requests"))
+	if err != nil {
+		p.fail("budget_unit", err)
+	}
+	rounding, err := budget.ParseRounding(p.text("rounding", "floor_min1"))
+	if err != nil {
+		p.fail("rounding", err)
+	}
+	s.Rule = budget.Rule{Baseline: p.number("baseline", baseline, 0, 1), Unit: unit, Rounding: rounding, Share: p.number("budget_share", 1, 1e-6, 1)}
+	s.Fallback = p.number("fallback", 0, 0, 1)
+	s.Grace = p.duration("stale_grace", 0)
+	per = p.number("max_concurrency", 100, 1e-6, 1e12)
+	tokens := p.number("max_token_concurrency", 1_000_000, 1e-6, 1e15)
+	bytes := p.number("max_bytes_per_endpoint", math.NaN(), 1, 1e18)
+	fixed = p.number("max_sys", math.NaN(), 0, 1e18)
+	switch {
+	case unit == budget.Tokens:
+		per = tokens
+	case unit == budget.Bytes:
+		if per = bytes; math.IsNaN(bytes) && math.IsNaN(fixed) {
+			p.fail("max_bytes_per_endpoint", fmt.Errorf("is missing, and budget_unit is bytes"))
+		}
+	}
+	return s, per, fixed
+}
+
+// accounting reads how what was sent is counted.
+func (b *builder) accounting(p *params, s *budget.Source, lag time.Duration) {
+	if p.oneOf("accounting", "incremental", "cap") == "cap" {
+		s.Accounting = budget.Cap
+	}
+	s.Lag = p.duration("visibility_lag", lag)
+	s.MaxAge = p.duration("max_sample_age", b.cfg.MaxSampleAge)
+}
+
+func (b *builder) constant(*params, int) (*gate, error) { return &gate{}, nil }
+
+// client is one for an address or URL.
+func (b *builder) client(p *params) redis.UniversalClient {
+	address := p.required("address")
+	if b.clients[address] == nil {
+		opt := &redis.Options{Addr: address}
+		if strings.Contains(address, "://") {
+			var err error
+			if opt, err = redis.ParseURL(address); err != nil {
+				p.fail("address", fmt.Errorf("is no Redis URL")) // err may hold the password
+				return nil
+			}
+		}
+		b.clients[address] = redis.NewClient(opt)
+	}
+	return b.clients[address]
+}
+
+func (b *builder) redisBudget(p *params, _ int) (*gate, error) {
+	r := &redisReader{redis: b.client(p), key: p.text("budget_key", "dispatch-gate-budget"), missingOpen: p.oneOf("missing", "closed", "open") == "open"}
+	s, per, fixed := b.rule(p, 0)
+	if r.maxSys = fixed; math.IsNaN(fixed) {
+		r.maxSys = float64(b.workers)
+	}
+	s.Accounting = budget.Cap
+	return &gate{inputs: []input{{source: s, reader: r, every: time.Second, per: per}}}, nil
+}
+
+func (b *builder) redisQuota(p *params, _ int) (*gate, error) {
+	q := &redisQuota{
+		redis: b.client(p), attribute: p.text("attribute", "userid"), concurrency: p.oneOf("mode", "rate-limit", "concurrency") == "concurrency",
+		limit: p.integer("limit", 0, 1), window: p.duration("window", time.Minute), prefix: p.text("prefix", "quota:"),
+		classify: p.oneOf("gating_mode", "blocking", "classifying") == "classifying",
+	}
+	if q.limit < 1 {
+		p.fail("limit", fmt.Errorf("is missing"))
+	}
+	return &gate{admit: q}, nil
+}
+
+func (b *builder) localMax(p *params, _ int) (*gate, error) {
+	l := &localMax{limit: p.integer("limit", 0, 1)}
+	p.oneOf("gating_mode", "classifying", "blocking") // both refuse: nothing here may block who polls
+	if l.limit < 1 {
+		p.fail("limit", fmt.Errorf("is missing"))
+	}
+	return &gate{admit: l}, nil
+}
+
+// promSelector is a metric with labels, in PromQL.
+func promSelector(metric string, labels ...string) string {
+	var all []string
+	for i := 0; i < len(labels); i += 2 {
+		if labels[i+1] != "" {
+			all = append(all, labels[i]+"="+strconv.Quote(labels[i+1]))
+		}
+	}
+	slices.Sort(all)
+	return metric + "{" + strings.Join(all, ",") + "}"
+}
+
+func (b *builder) prometheus(p *params) *promAPI {
+	from := p.text("url", b.cfg.PrometheusURL)
+	if u, err := url.Parse(from); err != nil || u.Host == "" {
+		p.fail("url", fmt.Errorf("neither it nor prometheus-url is the URL of a Prometheus"))
+	}
+	return &promAPI{b.metrics, strings.TrimSuffix(from, "/")}
+}
+
+// ready is the expression of ready endpoints.
+func ready(pool, namespace string) string {
+	return "max(" + promSelector("spillway_pool_ready_endpoints", "pool", pool, "namespace", namespace) +
+		" or " + promSelector("llm_d_epp_ready_endpoints", "name", pool, "namespace", namespace) +
+		" or " + promSelector("inference_pool_ready_pods", "name", pool, "namespace", namespace) + ")"
+}
+
+func oldest(selectors ...string) string {
+	for i, s := range selectors {
+		selectors[i] = "timestamp(" + s + ")"
+	}
+	return "min(" + strings.Join(selectors, " or ") + ")"
+}
+
+// candidates are the queries for D, the best one first.
+func candidates(pool, namespace string, per float64) []candidate {
+	sel := func(metric, name string, more ...string) string {
+		return promSelector(metric, append([]string{name, pool, "namespace", namespace}, more...)...)
+	}
+	fullness := sel("spillway_pool_fullness", "pool")
+	epp, old := sel("llm_d_epp_flow_control_pool_saturation", "inference_pool", "stage", "effective"), sel("inference_extension_flow_control_pool_saturation", "inference_pool")
+	old = strings.TrimSuffix(old, "}") + `,stage=~"(effective)?"}`
+	running, pods := sel("vllm:num_requests_running", "inference_pool"), sel("inference_pool_ready_pods", "name")
+	return []candidate{
+		{"1 - max(" + fullness + ")", []string{oldest(fullness)}},
+		{"1 - max(" + epp + " or " + old + ")", []string{oldest(epp, old)}},
+		{fmt.Sprintf("1 - (sum(%s) / scalar(max(%s) * %g))", running, pods, per), []string{oldest(running), oldest(pods)}},
+	}
+}
+
+// waiting are those that see waiting work only.
+func waiting(pool, namespace string, per float64, original bool) []candidate {
+	sel := func(metric, name string) string { return promSelector(metric, name, pool, "namespace", namespace) }
+	queue, pods, each := sel("inference_extension_flow_control_queue_size", "inference_pool"), sel("inference_pool_ready_pods", "name"), sel("inference_pool_per_pod_queue_size", "name")
+	first := fmt.Sprintf("1 - (sum(%s) / scalar(max(%s) * %g))", queue, pods, per)
+	if original {
+		first = fmt.Sprintf("1 - (sum by(inference_pool)(%s) / on() (%s * %g))", queue, pods, per)
+	}
+	return []candidate{
+		{first, []string{oldest(queue), oldest(pods)}},
+		{fmt.Sprintf("1 - (avg by(name)(%s) / %g)", each, per), []string{oldest(each)}},
+	}
+}
+
+func (b *builder) budget(p *params, _ int) (*gate, error) {
+	pool, namespace := p.required("pool"), p.text("namespace", "")
+	s, per, fixed := b.rule(p, 0.05)
+	concurrency := p.number("max_concurrency", 100, 1e-6, 1e12)
+	original := p.oneOf("compat", "none", "original") == "original"
+	r := &promReader{api: b.prometheus(p), ready: ready(pool, namespace), per: per, maxSys: fixed, failover: p.boolean("cascade_failover") || original}
+	b.accounting(p, &s, time.Second)
+	if _, given := p.values["accounting"]; original && !given {
+		s.Accounting = budget.Cap
+	}
+	if original {
+		running, pods := promSelector("vllm:num_requests_running", "inference_pool", pool, "namespace", namespace), promSelector("inference_pool_ready_pods", "name", pool, "namespace", namespace)
+		r.candidates = append(waiting(pool, namespace, concurrency, true), candidate{
+			fmt.Sprintf("1 - (sum(%s) / on() (%s * %g))", running, pods, concurrency), []string{oldest(running), oldest(pods)},
+		})
+	} else {
+		r.candidates = candidates(pool, namespace, concurrency)
+		if s.Accounting == budget.Cap { // else what waits would be taken for all there is
+			r.candidates = append(r.candidates, waiting(pool, namespace, concurrency, false)...)
+		}
+		if s.Rule.Unit == budget.Requests {
+			r.capacity = "max(" + promSelector("spillway_pool_capacity", "pool", pool, "unit", "requests", "namespace", namespace) + ")"
+		}
+	}
+	r.active = len(r.candidates)
+	return &gate{pool: pool, inputs: []input{{source: s, reader: r, every: b.cfg.MetricsPoll, per: per}}}, nil
+}
+
+func (b *builder) saturation(p *params, _ int) (*gate, error) {
+	pool, namespace := p.required("pool"), p.text("namespace", "")
+	threshold := p.number("threshold", 0.8, 0, 1)
+	fallback := p.number("fallback", 1, 0, 1) // of saturation
+	delete(p.values, "fallback")
+	s, per, fixed := b.rule(p, 1-threshold)
+	s.Fallback = 1 - fallback
+	b.accounting(p, &s, 10*time.Second)
+	r := &promReader{api: b.prometheus(p), ready: ready(pool, namespace), per: per, maxSys: fixed}
+	r.candidates = candidates(pool, namespace, per)[1:2]
+	r.active = 1
+	return &gate{pool: pool, inputs: []input{{source: s, reader: r, every: b.cfg.MetricsPoll, per: per}}}, nil
+}
+
+func (b *builder) query(p *params, _ int) (*gate, error) {
+	c := candidate{d: p.required("query")}
+	if f := p.text("freshness_query", ""); f != "" {
+		c.fresh = []string{f}
+	}
+	s, per, fixed := b.rule(p, 0)
+	b.accounting(p, &s, 10*time.Second)
+	pool := p.text("pool", "")
+	r := &promReader{api: b.prometheus(p), candidates: []candidate{c}, active: 1, per: per, maxSys: fixed}
+	switch {
+	case pool != "":
+		r.ready = ready(pool, p.text("namespace", ""))
+	case math.IsNaN(fixed):
+		r.maxSys = float64(b.workers)
+	}
+	return &gate{pool: pool, inputs: []input{{source: s, reader: r, every: b.cfg.MetricsPoll, per: per}}}, nil
+}
+
+func (b *builder) scrape(p *params, _ int) (*gate, error) {
+	r := &scrapeReader{
+		asker: b.metrics, url: p.required("url"), metric: p.required("metric"), labels: p.labels("labels"),
+		aggregate: p.oneOf("aggregate", "max", "sum", "avg"), isBudget: p.oneOf("value_type", "saturation", "budget") == "budget",
+		perPod: p.number("max_count_per_pod", 0, 0, 1e12), podsURL: p.text("pods_url", ""), podsMetric: p.text("pods_metric", ""), podsLabels: p.labels("pods_labels"),
+	}
+	s, per, fixed := b.rule(p, 0)
+	b.accounting(p, &s, time.Second)
+	if _, given := p.values["max_sample_age"]; !given {
+		s.MaxAge = b.cfg.MaxSampleAge / 6
+	}
+	r.perEndpoint, r.maxSys = per, fixed
+	if math.IsNaN(fixed) && r.podsURL == "" {
+		r.maxSys = float64(b.workers)
+	}
+	return &gate{pool: p.text("pool", ""), inputs: []input{{source: s, reader: r, every: time.Second, per: per}}}, nil
+}
+
+// spillwayEvery is how often a front end is asked: it measures when asked, ten times a second at most.
+const spillwayEvery = 250 * time.Millisecond
+
+func (b *builder) spillway(p *params, _ int) (*gate, error) {
+	pool, endpoint := p.required("pool"), p.required("endpoint")
+	u, err := url.Parse(endpoint)
+	if err != nil || u.Host == "" {
+		return nil, fmt.Errorf("endpoint: %q is no URL", endpoint)
+	}
+	s, per, fixed := b.rule(p, 0.05)
+	b.accounting(p, &s, time.Second)
+	if _, given := p.values["max_sample_age"]; !given {
+		s.MaxAge = b.cfg.MaxSampleAge / 6
+	}
+	u = u.JoinPath("internal/capacity")
+	u.RawQuery = url.Values{"pool": {pool}}.Encode()
+	r := &capacityReader{asker: b.metrics, url: u.String(), unit: s.Rule.Unit, per: per, maxSys: fixed}
+	return &gate{pool: pool, inputs: []input{{source: s, reader: r, every: spillwayEvery, per: per}}}, nil
+}
+
+func (b *builder) composite(p *params, depth int) (*gate, error) {
+	raw, _ := p.raw("gates")
+	var all []struct {
+		Type   string          `json:"gate_type"`
+		Alias  string          `json:"type"`
+		Params json.RawMessage `json:"gate_params"`
+		More   json.RawMessage `json:"params"`
+	}
+	if err := json.Unmarshal(unquoted(raw), &all); err != nil {
+		return nil, fmt.Errorf("gates: %w", err)
+	}
+	g := &gate{}
+	var chained chain
+	for i, e := range all {
+		if e.Type == "" {
+			e.Type = e.Alias
+		}
+		if e.Params == nil {
+			e.Params = e.More
+		}
+		inner, err := b.build(e.Type, e.Params, depth+1)
+		if err != nil {
+			return nil, fmt.Errorf("gates: entry %d: %w", i+1, err)
+		}
+		if g.pool == "" {
+			g.pool = inner.pool
+		}
+		g.inputs, g.warnings = append(g.inputs, inner.inputs...), append(g.warnings, inner.warnings...)
+		if inner.admit != nil {
+			chained = append(chained, inner.admit)
+		}
+	}
+	if len(chained) > 0 {
+		g.admit = chained
+	}
+	return g, nil
+}
+
+func (b *builder) waitOnRefuse(p *params, depth int) (*gate, error) {
+	raw, _ := p.raw("gate")
+	inner := newParams(raw)
+	kind := inner.text("gate_type", inner.text("type", ""))
+	text, ok := inner.raw("gate_params")
+	if !ok {
+		text, _ = inner.raw("params")
+	}
+	if inner.err != nil {
+		return nil, inner.err
+	}
+	g, err := b.build(kind, text, depth+1)
+	if err == nil && g.admit != nil {
+		g.admit = waitOnRefuse{g.admit}
+	}
+	return g, err
+}
+
+func (b *builder) tier(p *params, depth int) (*gate, error) {
+	kind, label := p.required("saturation_gate"), p.text("tier_label", "tier")
+	raw, _ := p.raw("saturation_gate_params")
+	if p.err != nil {
+		return nil, p.err
+	}
+	inner, err := b.build(kind, unquoted(raw), depth+1)
+	if err != nil {
+		return nil, err
+	}
+	if inner.admit == nil {
+		return nil, fmt.Errorf("saturation_gate: %s refuses no message", kind)
+	}
+	inner.admit = tierAdmission{inner.admit, label}
+	return inner, nil
+}

@@ -1,0 +1,442 @@
+package dispatch
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net/http"
+	"net/url"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
+	"github.com/redis/go-redis/v9"
+
+	"spillway/dispatch/budget"
+)
+
+// reader asks one place how much is free. What fails is an error; then nothing is free.
+type reader interface {
+	read(ctx context.Context) (budget.Reading, error)
+}
+
+const (
+	queryTimeout = 3 * time.Second
+	maxPage      = 32 << 20 // bytes of a metrics page or an answer
+)
+
+// asker is an HTTP client with the credentials of an operator.
+type asker struct {
+	client *http.Client
+	auth   HTTPAuth
+}
+
+func newAsker(auth HTTPAuth) (*asker, error) {
+	conf, err := tlsConfig(auth.CA, auth.Cert, auth.Key, auth.Insecure, false)
+	if err != nil {
+		return nil, err
+	}
+	conf.ServerName = auth.ServerName
+	return &asker{&http.Client{Transport: &http.Transport{
+		Proxy: http.ProxyFromEnvironment, TLSClientConfig: conf, MaxIdleConnsPerHost: 4, IdleConnTimeout: 90 * time.Second,
+	}}, auth}, nil
+}
+
+// tlsConfig reads certificates; with system the authorities are added to those of the system.
+func tlsConfig(ca, cert, key string, insecure, system bool) (*tls.Config, error) {
+	conf := &tls.Config{MinVersion: tls.VersionTLS12, InsecureSkipVerify: insecure}
+	if ca != "" {
+		pem, err := os.ReadFile(ca)
+		if err != nil {
+			return nil, err
+		}
+		conf.RootCAs = x509.NewCertPool()
+		if all, err := x509.SystemCertPool(); system && err == nil {
+			conf.RootCAs = all
+		}
+		if !conf.RootCAs.AppendCertsFromPEM(pem) {
+			return nil, fmt.Errorf("%s holds no certificate", ca)
+		}
+	}
+	if cert != "" {
+		pair, err := tls.LoadX509KeyPair(cert, key)
+		if err != nil {
+			return nil, err
+		}
+		conf.Certificates = []tls.Certificate{pair}
+	}
+	return conf, nil
+}
+
+// do sends a request and reads its answer, which must be of status 2xx.
+func (a *asker) do(req *http.Request) ([]byte, int, error) {
+	if f := a.auth.BearerTokenFile; f != "" {
+		token, err := os.ReadFile(f)
+		if err != nil {
+			return nil, 0, err
+		}
+		req.Header.Set("Authorization", "Bearer "+strings.TrimSpace(string(token)))
+	}
+	if a.auth.BasicUser != "" {
+		password, err := os.ReadFile(a.auth.BasicFile)
+		if err != nil {
+			return nil, 0, err
+		}
+		req.SetBasicAuth(a.auth.BasicUser, strings.TrimSpace(string(password)))
+	}
+	for _, h := range a.auth.Headers {
+		name, value, _ := strings.Cut(h, "=")
+		req.Header.Set(name, value)
+	}
+	resp, err := a.client.Do(req)
+	if err != nil {
+		return nil, 0, err
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, maxPage+1))
+	switch {
+	case err != nil:
+		return nil, resp.StatusCode, err
+	case len(body) > maxPage:
+		return nil, resp.StatusCode, errors.New("the answer is too long")
+	case resp.StatusCode/100 != 2:
+		return nil, resp.StatusCode, fmt.Errorf("status %d", resp.StatusCode)
+	}
+	return body, resp.StatusCode, nil
+}
+
+// promAPI asks a Prometheus.
+type promAPI struct {
+	*asker
+	url string // without a slash at its end
+}
+
+// errNoSample tells that a query has found nothing.
+var errNoSample = errors.New("no series")
+
+// query is the value of an expression that has exactly one.
+func (p *promAPI) query(ctx context.Context, expr string) (float64, error) {
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	form := url.Values{"query": {expr}}.Encode()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, p.url+"/api/v1/query", strings.NewReader(form))
+	if err != nil {
+		return 0, err
+	}
+	req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+	body, status, err := p.do(req)
+	if status == 403 || status == 405 || status == 501 {
+		if req, err = http.NewRequestWithContext(ctx, http.MethodGet, p.url+"/api/v1/query?"+form, nil); err != nil {
+			return 0, err
+		}
+		body, _, err = p.do(req)
+	}
+	if err != nil {
+		return 0, err
+	}
+	return promValue(body)
+}
+
+// promValue reads the one number of an answer.
+func promValue(body []byte) (float64, error) {
+	var answer struct {
+		Status, Error string
+		Data          struct {
+			ResultType string
+			Result     json.RawMessage
+		}
+	}
+	if err := json.Unmarshal(body, &answer); err != nil {
+		return 0, err
+	}
+	if answer.Status != "success" {
+		return 0, fmt.Errorf("status %q: %s", answer.Status, answer.Error)
+	}
+	var value [2]any
+	switch answer.Data.ResultType {
+	case "scalar":
+		if err := json.Unmarshal(answer.Data.Result, &value); err != nil {
+			return 0, err
+		}
+	case "vector":
+		var series []struct{ Value [2]any }
+		if err := json.Unmarshal(answer.Data.Result, &series); err != nil {
+			return 0, err
+		}
+		if len(series) == 0 {
+			return 0, errNoSample
+		}
+		if len(series) > 1 {
+			return 0, fmt.Errorf("%d series where one is expected", len(series))
+		}
+		value = series[0].Value
+	default:
+		return 0, fmt.Errorf("a result of type %q", answer.Data.ResultType)
+	}
+	text, _ := value[1].(string)
+	v, err := strconv.ParseFloat(text, 64)
+	if err != nil || math.IsNaN(v) || math.IsInf(v, 0) {
+		return 0, fmt.Errorf("the value %q", text)
+	}
+	return v, nil
+}
+
+// candidate is one way to learn D from Prometheus.
+type candidate struct {
+	d     string   // expression
+	fresh []string // expressions of the times of its samples; none: unknown
+}
+
+// promReader tries candidates in their order. It begins with the first that answers and moves to
+// better ones, but with failover alone to worse ones: those can take a full pool for an idle one.
+type promReader struct {
+	api        *promAPI
+	candidates []candidate
+	active     int // index of the one in use; len(candidates) before the first answer
+	failover   bool
+	ready      string // expression of ready endpoints; "" if capacity does not depend on them
+	capacity   string // expression of capacity in requests that takes the place of ready x perEndpoint, or ""
+	per        float64
+	maxSys     float64 // fixed capacity, or NaN
+}
+
+func (p *promReader) read(ctx context.Context) (budget.Reading, error) {
+	last := p.active
+	if p.failover || last == len(p.candidates) {
+		last = len(p.candidates) - 1
+	}
+	var failed error
+	for i := 0; i <= last; i++ {
+		r, err := p.try(ctx, p.candidates[i])
+		if err == nil {
+			p.active = i
+			return r, nil
+		}
+		failed = err
+	}
+	return budget.Reading{}, failed
+}
+
+func (p *promReader) try(ctx context.Context, c candidate) (r budget.Reading, err error) {
+	if r.D, err = p.api.query(ctx, c.d); err != nil {
+		return r, err
+	}
+	oldest := math.Inf(1)
+	for _, f := range c.fresh {
+		at, err := p.api.query(ctx, f)
+		if err != nil {
+			return r, err
+		}
+		oldest = min(oldest, at)
+	}
+	if len(c.fresh) > 0 {
+		r.Time = time.UnixMilli(int64(oldest * 1000))
+	}
+	r.MaxSys, err = p.size(ctx)
+	return r, err
+}
+
+// size is max_SYS.
+func (p *promReader) size(ctx context.Context) (float64, error) {
+	ready := 1.0
+	if p.ready != "" {
+		var err error
+		if ready, err = p.api.query(ctx, p.ready); err != nil && (!errors.Is(err, errNoSample) || math.IsNaN(p.maxSys)) {
+			return 0, fmt.Errorf("ready endpoints: %w", err)
+		} else if err != nil {
+			ready = 1 // nobody counts them, and the size is given
+		}
+	}
+	if ready <= 0 {
+		return 0, nil
+	}
+	if !math.IsNaN(p.maxSys) {
+		return p.maxSys, nil
+	}
+	if p.capacity != "" {
+		if v, err := p.api.query(ctx, p.capacity); err == nil {
+			return v, nil
+		}
+	}
+	return ready * p.per, nil
+}
+
+// capacityReader asks a Spillway front end.
+type capacityReader struct {
+	*asker
+	url    string // of /internal/capacity
+	unit   budget.Unit
+	per    float64 // of an endpoint, in units that the front end does not tell
+	maxSys float64 // fixed capacity, or NaN
+}
+
+func (c *capacityReader) read(ctx context.Context) (budget.Reading, error) {
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, c.url, nil)
+	if err != nil {
+		return budget.Reading{}, err
+	}
+	body, _, err := c.do(req)
+	if err != nil {
+		return budget.Reading{}, err
+	}
+	var v struct {
+		Fullness *float64           `json:"fullness"`
+		Ready    *float64           `json:"ready_endpoints"`
+		Capacity map[string]float64 `json:"capacity"`
+		Time     int64              `json:"sample_time_ms"`
+	}
+	if err := json.Unmarshal(body, &v); err != nil {
+		return budget.Reading{}, err
+	}
+	if v.Fullness == nil || v.Ready == nil || v.Time == 0 {
+		return budget.Reading{}, errors.New("fullness, ready_endpoints or sample_time_ms is missing")
+	}
+	r := budget.Reading{D: 1 - *v.Fullness, Time: time.UnixMilli(v.Time)}
+	switch {
+	case *v.Ready <= 0:
+	case !math.IsNaN(c.maxSys):
+		r.MaxSys = c.maxSys
+	case c.unit == budget.Bytes || v.Capacity[c.unit.String()] == 0:
+		r.MaxSys = *v.Ready * c.per
+	default:
+		r.MaxSys = v.Capacity[c.unit.String()]
+	}
+	return r, nil
+}
+
+// scrapeReader reads a metrics page.
+type scrapeReader struct {
+	*asker
+	url, metric string
+	labels      map[string]string
+	aggregate   string // max, sum or avg
+	isBudget    bool   // the value is D itself, no saturation
+	perPod      float64
+	podsURL     string // with podsMetric: perPod is that of one
+	podsMetric  string
+	podsLabels  map[string]string
+	maxSys      float64
+	perEndpoint float64
+}
+
+func (s *scrapeReader) read(ctx context.Context) (budget.Reading, error) {
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	v, at, err := s.value(ctx, s.url, s.metric, s.labels, s.aggregate)
+	if err != nil {
+		return budget.Reading{}, err
+	}
+	pods, most := 1.0, s.perPod
+	if s.podsURL != "" && s.podsMetric != "" {
+		if pods, _, err = s.value(ctx, s.podsURL, s.podsMetric, s.podsLabels, "max"); err != nil {
+			return budget.Reading{}, err
+		}
+		if pods <= 0 {
+			return budget.Reading{MaxSys: 0, Time: at}, nil
+		}
+		most *= pods
+	}
+	r := budget.Reading{D: 1 - v, MaxSys: s.maxSys, Time: at}
+	switch {
+	case s.isBudget:
+		r.D = v
+	case s.perPod > 0:
+		r.D = 1 - min(max(v/most, 0), 1)
+	}
+	if math.IsNaN(r.MaxSys) && s.podsURL != "" {
+		r.MaxSys = pods * s.perEndpoint
+	}
+	return r, nil
+}
+
+// value aggregates the matching samples of a page; histograms and summaries are passed over.
+func (s *scrapeReader) value(ctx context.Context, from, metric string, labels map[string]string, aggregate string) (float64, time.Time, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, from, nil)
+	if err != nil {
+		return 0, time.Time{}, err
+	}
+	body, _, err := s.do(req)
+	if err != nil {
+		return 0, time.Time{}, err
+	}
+	at := time.Now()
+	parser := expfmt.NewTextParser(model.UTF8Validation)
+	families, err := parser.TextToMetricFamilies(strings.NewReader(strings.TrimSuffix(string(body), "# EOF\n")))
+	if err != nil {
+		return 0, at, err
+	}
+	n, sum, most := 0.0, 0.0, math.Inf(-1)
+	for _, m := range families[metric].GetMetric() {
+		match := 0
+		for _, l := range m.Label {
+			if v, ok := labels[l.GetName()]; ok && v == l.GetValue() {
+				match++
+			}
+		}
+		if match != len(labels) || m.Gauge == nil && m.Counter == nil && m.Untyped == nil {
+			continue
+		}
+		v := m.GetGauge().GetValue() + m.GetCounter().GetValue() + m.GetUntyped().GetValue()
+		n, sum, most = n+1, sum+v, max(most, v)
+		if m.TimestampMs != nil && time.UnixMilli(m.GetTimestampMs()).Before(at) {
+			at = time.UnixMilli(m.GetTimestampMs())
+		}
+	}
+	v := most
+	switch aggregate {
+	case "sum":
+		v = sum
+	case "avg":
+		v = sum / n
+	}
+	if n == 0 {
+		return 0, at, errNoSample
+	}
+	if math.IsNaN(v) || math.IsInf(v, 0) {
+		return 0, at, fmt.Errorf("the value %v", v)
+	}
+	return v, at, nil
+}
+
+// redisReader reads a budget that somebody else puts into Redis.
+type redisReader struct {
+	redis       redis.UniversalClient
+	key         string
+	missingOpen bool
+	maxSys      float64
+}
+
+func (r *redisReader) read(ctx context.Context) (budget.Reading, error) {
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	text, err := r.redis.Get(ctx, r.key).Result()
+	missing := errors.Is(err, redis.Nil)
+	if err != nil && !missing {
+		return budget.Reading{}, err
+	}
+	v, bad := strconv.ParseFloat(text, 64)
+	if missing || bad != nil || math.IsNaN(v) || math.IsInf(v, 0) {
+		if !r.missingOpen {
+			return budget.Reading{}, fmt.Errorf("%s holds no number", r.key)
+		}
+		v = 1
+	}
+	return budget.Reading{D: v, MaxSys: r.maxSys}, nil
+}
+
+// constantReader says that all is free.
+type constantReader struct{ maxSys float64 }
+
+func (c constantReader) read(context.Context) (budget.Reading, error) {
+	return budget.Reading{D: 1, MaxSys: c.maxSys}, nil
+}

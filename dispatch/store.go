@@ -1,0 +1,429 @@
+package dispatch
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+)
+
+// keys are those of one queue. All but the queue itself are private to dispatchers, and hash to the
+// same slot of a cluster.
+type keys struct {
+	queue, leases, body, score, owner, deliveries, delayed, dead string
+}
+
+func keysOf(queue string) keys {
+	p := "{" + queue + "}"
+	if open := strings.IndexByte(queue, '{'); open >= 0 && strings.IndexByte(queue[open+1:], '}') > 0 {
+		p = queue // it has a tag
+	}
+	return keys{queue, p + ":leases", p + ":body", p + ":score", p + ":owner", p + ":deliv", p + ":delayed", p + ":dead"}
+}
+
+func (k keys) list(more ...string) []string {
+	return append([]string{k.queue, k.leases, k.body, k.score, k.owner, k.deliveries, k.delayed, k.dead}, more...)
+}
+
+func activeKey(id string) string { return "request-active:" + id }
+func cancelKey(id string) string { return "request-cancel:" + id }
+
+// store keeps messages in Redis. Each of its operations is one script, so that a process that dies
+// leaves the state before it or the one after. Times are those of the server.
+type store struct {
+	redis   redis.UniversalClient
+	cluster bool // keys of different queues cannot be used together
+	deadMax int64
+}
+
+// script is a Lua script whose names of keys are set up by a common head.
+func script(body string) *redis.Script {
+	return redis.NewScript(`
+local queue, leases, bodies, scores, owners, delivs, delayed, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
+local call = redis.call
+local t = call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local function forget(gid)
+  call('ZREM', leases, gid)
+  call('HDEL', bodies, gid)
+  call('HDEL', scores, gid)
+  call('HDEL', owners, gid)
+end
+local function back(gid)
+  local body = call('HGET', bodies, gid)
+  if body then call('ZADD', queue, call('HGET', scores, gid) or 0, body) end
+  forget(gid)
+end
+` + body)
+}
+
+var (
+	// ARGV: ttl, then gid, member, token of each. A generation that is leased or delayed already was
+	// enqueued twice: the second copy goes, and gets the first one's result.
+	claimScript = script(`
+local out = {}
+for i = 2, #ARGV, 3 do
+  local gid, member = ARGV[i], ARGV[i+1]
+  local score = call('ZSCORE', queue, member)
+  if not score then
+    out[#out+1] = 0
+  elseif call('HEXISTS', bodies, gid) == 1 then
+    call('ZREM', queue, member)
+    out[#out+1] = 0
+  else
+    call('ZREM', queue, member)
+    call('ZADD', leases, now + ARGV[1], gid)
+    call('HSET', bodies, gid, member)
+    call('HSET', scores, gid, score)
+    call('HSET', owners, gid, ARGV[i+2])
+    out[#out+1] = call('HINCRBY', delivs, gid, 1)
+  end
+end
+return out`)
+	// ARGV: ttl, then gid, token of each.
+	renewScript = script(`
+local out = {}
+for i = 2, #ARGV, 2 do
+  local gid = ARGV[i]
+  if call('HGET', owners, gid) == ARGV[i+1] then
+    call('ZADD', leases, now + ARGV[1], gid)
+    out[#out+1] = 1
+  else
+    out[#out+1] = 0
+  end
+end
+return out`)
+	// ARGV: gid, token or '' for one that is still in the queue, member, result or '', '1' if the lease
+	// must have expired, request token, reason of the dead letter or '', most dead letters, its fields.
+	// KEYS 9 to 11: result list, markers of the request.
+	settleScript = script(`
+local gid, token = ARGV[1], ARGV[2]
+if token ~= '' then
+  if call('HGET', owners, gid) ~= token then return 0 end
+  if ARGV[5] == '1' then
+    local expiry = call('ZSCORE', leases, gid)
+    if expiry and tonumber(expiry) > now then return 0 end
+  end
+elseif call('ZREM', queue, ARGV[3]) == 0 then
+  return 0
+end
+if ARGV[4] ~= '' and KEYS[9] then call('LPUSH', KEYS[9], ARGV[4]) end
+if ARGV[7] ~= '' then
+  local fields = {'reason', ARGV[7], 'ts_ms', string.format('%.0f', now)}
+  for i = 9, #ARGV do fields[#fields+1] = ARGV[i] end
+  call('XADD', dead, 'MAXLEN', '~', ARGV[8], '*', unpack(fields))
+end
+if token ~= '' then
+  forget(gid)
+  call('HDEL', delivs, gid)
+end
+if ARGV[6] ~= '' then
+  for i = 10, #KEYS do
+    if call('GET', KEYS[i]) == ARGV[6] then call('DEL', KEYS[i]) end
+  end
+end
+return 1`)
+	// ARGV: gid, token, delay in ms, member for the next attempt. To get so far shows that the message
+	// crashes nobody, so its deliveries are forgotten.
+	delayScript = script(`
+local gid = ARGV[1]
+if call('HGET', owners, gid) ~= ARGV[2] then return 0 end
+call('ZREM', leases, gid)
+call('HDEL', owners, gid)
+call('HDEL', delivs, gid)
+call('HSET', bodies, gid, ARGV[4])
+call('ZADD', delayed, now + ARGV[3], gid)
+return 1`)
+	// ARGV: gid, token.
+	releaseScript = script(`
+local gid = ARGV[1]
+if call('HGET', owners, gid) ~= ARGV[2] then return 0 end
+back(gid)
+if call('HINCRBY', delivs, gid, -1) <= 0 then call('HDEL', delivs, gid) end
+return 1`)
+	// ARGV: limit.
+	promoteScript = script(`
+local due = call('ZRANGEBYSCORE', delayed, '-inf', now, 'LIMIT', 0, ARGV[1])
+for _, gid in ipairs(due) do
+  call('ZREM', delayed, gid)
+  back(gid)
+end
+return #due`)
+	// ARGV: limit, most deliveries. Returns the number that went back into the queue, then gid, token,
+	// member and deliveries of each that was delivered too often.
+	reapScript = script(`
+local out = {0}
+for _, gid in ipairs(call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, ARGV[1])) do
+  local n = tonumber(call('HGET', delivs, gid) or '1')
+  if n < tonumber(ARGV[2]) then
+    back(gid)
+    out[1] = out[1] + 1
+  else
+    out[#out+1] = gid
+    out[#out+1] = call('HGET', owners, gid) or ''
+    out[#out+1] = call('HGET', bodies, gid) or ''
+    out[#out+1] = n
+  end
+end
+if call('EXISTS', queue, leases, delayed) == 0 then call('DEL', delivs) end
+return out`)
+	// ARGV: queue's members that came from elsewhere: gid, member, score, delay in ms of each.
+	importScript = script(`
+for i = 1, #ARGV, 4 do
+  call('HSET', bodies, ARGV[i], ARGV[i+1])
+  call('HSET', scores, ARGV[i], ARGV[i+2])
+  call('ZADD', delayed, now + ARGV[i+3], ARGV[i])
+end
+return 1`)
+)
+
+// lease is the right to work on a message.
+type lease struct {
+	m        *message
+	queue    *Queue
+	token    string // of this claim
+	delivery int64  // how often it has been claimed without an outcome, this time included
+	pause    bool   // it is given back with a hold; of the worker's goroutine
+	settled  atomic.Bool
+}
+
+// errFenced tells that somebody else has the message by now.
+var errFenced = errors.New("the lease was lost")
+
+func newToken() string {
+	var b [16]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
+}
+
+// peek reads the first members of a queue.
+func (s *store) peek(ctx context.Context, q *Queue, n int64) ([]redis.Z, error) {
+	return s.redis.ZRangeWithScores(ctx, q.keys.queue, 0, n-1).Result()
+}
+
+// claim takes messages out of the queue, those that nobody else has taken meanwhile.
+func (s *store) claim(ctx context.Context, q *Queue, all []*message, ttl time.Duration) ([]*lease, error) {
+	args := []any{ttl.Milliseconds()}
+	leases := make([]*lease, len(all))
+	for i, m := range all {
+		leases[i] = &lease{m: m, queue: q, token: newToken()}
+		args = append(args, m.gid, m.raw, leases[i].token)
+	}
+	got, err := claimScript.Run(ctx, s.redis, q.keys.list(), args...).Int64Slice()
+	if err != nil {
+		return nil, fmt.Errorf("claim: %w", err)
+	}
+	claimed := leases[:0]
+	for i, n := range got {
+		if n > 0 {
+			leases[i].delivery = n
+			claimed = append(claimed, leases[i])
+		}
+	}
+	return claimed, nil
+}
+
+// renew extends leases of one queue and returns those that are lost.
+func (s *store) renew(ctx context.Context, q *Queue, held []*lease, ttl time.Duration) (lost []*lease, err error) {
+	args := []any{ttl.Milliseconds()}
+	for _, l := range held {
+		args = append(args, l.m.gid, l.token)
+	}
+	got, err := renewScript.Run(ctx, s.redis, q.keys.list(), args...).Int64Slice()
+	if err != nil {
+		return nil, fmt.Errorf("renew: %w", err)
+	}
+	for i, ok := range got {
+		if ok == 0 {
+			lost = append(lost, held[i])
+		}
+	}
+	return lost, nil
+}
+
+// deadLetter is why a message is given up, and what was known of it.
+type deadLetter struct {
+	reason     string
+	deliveries int64
+	attempts   int
+	status     int
+	err        string
+}
+
+// settlement ends a message: its result is published, and it is forgotten, in one step.
+type settlement struct {
+	queue   *Queue
+	m       *message
+	token   string // of the lease; "" for a message that is still in the queue
+	expired bool   // the lease must have expired
+	list    string // for the result
+	result  []byte // nil for none
+	dead    *deadLetter
+}
+
+// settle returns errFenced if somebody else has the message.
+func (s *store) settle(ctx context.Context, e settlement) error {
+	k := e.queue.keys.list(e.list, activeKey(e.m.id), cancelKey(e.m.id))
+	pushed := e.result
+	if s.cluster { // the list and the markers may be anywhere
+		k = e.queue.keys.list()
+		if pushed != nil {
+			if lost, err := s.holds(ctx, e); err != nil || lost {
+				return errors.Join(err, fenced(lost))
+			}
+			if err := s.redis.LPush(ctx, e.list, pushed).Err(); err != nil {
+				return fmt.Errorf("push the result: %w", err)
+			}
+			pushed = nil
+		}
+	}
+	expired, reason := "", ""
+	if e.expired {
+		expired = "1"
+	}
+	args := []any{e.m.gid, e.token, e.m.raw, pushed, expired, e.m.token, reason, s.deadMax}
+	if d := e.dead; d != nil {
+		args[6] = d.reason
+		args = append(args, "raw", e.m.raw, "id", e.m.id, "queue", e.queue.Name, "deliveries", d.deliveries,
+			"attempts", d.attempts, "last_status", d.status, "last_error", d.err)
+	}
+	done, err := settleScript.Run(ctx, s.redis, k, args...).Int()
+	if err != nil {
+		return fmt.Errorf("settle: %w", err)
+	}
+	if done == 1 && s.cluster && e.m.token != "" {
+		for _, key := range []string{activeKey(e.m.id), cancelKey(e.m.id)} {
+			_ = dropMarker.Run(ctx, s.redis, []string{key}, e.m.token).Err() // it expires by itself
+		}
+	}
+	return fenced(done == 0)
+}
+
+var dropMarker = redis.NewScript(`if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0`)
+
+// holds renews the lease that a settlement is about, so that the list may be pushed to.
+func (s *store) holds(ctx context.Context, e settlement) (lost bool, err error) {
+	if e.token == "" {
+		n, err := s.redis.ZScore(ctx, e.queue.keys.queue, string(e.m.raw)).Result()
+		if errors.Is(err, redis.Nil) {
+			return true, nil
+		}
+		_ = n
+		return false, err
+	}
+	if e.expired {
+		return false, nil // settle looks again
+	}
+	gone, err := s.renew(ctx, e.queue, []*lease{{m: e.m, queue: e.queue, token: e.token}}, time.Minute)
+	return len(gone) > 0, err
+}
+
+func fenced(is bool) error {
+	if is {
+		return errFenced
+	}
+	return nil
+}
+
+// delay puts a leased message aside for a while. It returns errFenced if somebody else has it.
+func (s *store) delay(ctx context.Context, l *lease, d time.Duration, next []byte) error {
+	done, err := delayScript.Run(ctx, s.redis, l.queue.keys.list(), l.m.gid, l.token, d.Milliseconds(), next).Int()
+	if err != nil {
+		return fmt.Errorf("delay: %w", err)
+	}
+	return fenced(done == 0)
+}
+
+// release gives a leased message back as it was. It returns errFenced if somebody else has it.
+func (s *store) release(ctx context.Context, l *lease) error {
+	done, err := releaseScript.Run(ctx, s.redis, l.queue.keys.list(), l.m.gid, l.token).Int()
+	if err != nil {
+		return fmt.Errorf("release: %w", err)
+	}
+	return fenced(done == 0)
+}
+
+// promote puts delayed messages that are due back into the queue.
+func (s *store) promote(ctx context.Context, q *Queue, limit int) (int, error) {
+	return promoteScript.Run(ctx, s.redis, q.keys.list(), limit).Int()
+}
+
+// delivered is a message that was claimed too often.
+type delivered struct {
+	m     *message
+	token string
+	n     int64
+}
+
+// reap puts messages with expired leases back into the queue, and returns those that were delivered
+// too often.
+func (s *store) reap(ctx context.Context, q *Queue, limit int, most int) (back int, often []delivered, err error) {
+	got, err := reapScript.Run(ctx, s.redis, q.keys.list(), limit, most).Slice()
+	if err != nil {
+		return 0, nil, fmt.Errorf("reap: %w", err)
+	}
+	n, _ := got[0].(int64)
+	for i := 1; i+3 < len(got); i += 4 {
+		gid, _ := got[i].(string)
+		token, _ := got[i+1].(string)
+		raw, _ := got[i+2].(string)
+		count, _ := got[i+3].(int64)
+		m, _ := parse(raw, 0) // it goes to the dead letters whatever it is
+		m.gid = gid
+		often = append(often, delivered{m, token, count})
+	}
+	return int(n), often, nil
+}
+
+// cancelled tells which messages have been cancelled by their producers. Those without a token
+// cannot be.
+func (s *store) cancelled(ctx context.Context, all []*message) (map[*message]bool, error) {
+	found := map[*message]bool{}
+	var asked []*message
+	var got []*redis.StringCmd
+	pipe := s.redis.Pipeline()
+	for _, m := range all {
+		if m.token != "" {
+			asked, got = append(asked, m), append(got, pipe.Get(ctx, cancelKey(m.id)))
+		}
+	}
+	if len(asked) == 0 {
+		return found, nil
+	}
+	if _, err := pipe.Exec(ctx); err != nil && !errors.Is(err, redis.Nil) {
+		return nil, fmt.Errorf("look for cancellations: %w", err)
+	}
+	for i, m := range asked {
+		if got[i].Val() == m.token {
+			found[m] = true
+		}
+	}
+	return found, nil
+}
+
+// depth is what a queue holds.
+type depth struct {
+	pending, leased, delayed, dead int64
+	head                           *message // nil if there is none
+}
+
+func (s *store) depth(ctx context.Context, q *Queue) (depth, error) {
+	pipe := s.redis.Pipeline()
+	pending, leased, delayed := pipe.ZCard(ctx, q.keys.queue), pipe.ZCard(ctx, q.keys.leases), pipe.ZCard(ctx, q.keys.delayed)
+	dead, head := pipe.XLen(ctx, q.keys.dead), pipe.ZRangeWithScores(ctx, q.keys.queue, 0, 0)
+	if _, err := pipe.Exec(ctx); err != nil {
+		return depth{}, fmt.Errorf("measure %s: %w", q.Name, err)
+	}
+	d := depth{pending.Val(), leased.Val(), delayed.Val(), dead.Val(), nil}
+	if z := head.Val(); len(z) > 0 {
+		raw, _ := z[0].Member.(string)
+		d.head, _ = parse(raw, z[0].Score)
+	}
+	return d, nil
+}
