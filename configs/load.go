@@ -12,6 +12,7 @@ import (
 	"io"
 	"os"
 	"reflect"
+	"strconv"
 	"strings"
 
 	"github.com/knadh/koanf/parsers/yaml"
@@ -237,8 +238,27 @@ func (l *loader) flags(flags *pflag.FlagSet) {
 	})
 	values := l.read("flags", confmap.Provider(typed, ""), nil)
 	for _, key := range sortedKeys(values) {
-		l.set(key, "flag --"+key, values[key])
+		value, source := values[key], "flag --"+key
+		if on, ok := strings.CutPrefix(key, negation); ok && !l.knows(key) {
+			if _, both := values[on]; both {
+				l.errs = append(l.errs, &Error{Key: on, Source: source, Err: errors.New("is turned on and off")})
+				continue
+			}
+			off, err := parseBool(fmt.Sprint(value))
+			if err != nil {
+				l.errs = append(l.errs, &Error{Key: key, Source: source, Err: err})
+				continue
+			}
+			key, value = on, strconv.FormatBool(!off)
+		}
+		l.set(key, source, value)
 	}
+}
+
+func (l *loader) knows(key string) bool {
+	_, ok := l.settings.find(key)
+	_, old := l.deprecated[key]
+	return ok || old
 }
 
 // set takes one value of one source: text, or what the YAML parser made of it.

@@ -68,7 +68,7 @@ func (c command) Deprecated() map[string]string {
 }
 
 func defaults() command {
-	return command{Port: 8000, Name: "spillway", Status: 503, Level: "info", Form: "text",
+	return command{Port: 8000, Name: "spillway", Status: 503, Level: "info", Form: "text", Events: true,
 		Limits: limits{Hold: 5 * time.Second}}
 }
 
@@ -271,6 +271,41 @@ func TestWarnings(t *testing.T) {
 				t.Errorf("Load(%q, %q, %q) = %+v, want %+v", tt.file, tt.env, tt.args, cfg, want)
 			}
 		})
+	}
+}
+
+// TestNegations: what is on by default can be turned off by name.
+func TestNegations(t *testing.T) {
+	for _, tt := range []struct {
+		env  []string
+		args []string
+		want bool
+		err  string
+	}{
+		{nil, nil, true, ""},
+		{nil, []string{"--no-events"}, false, ""},
+		{nil, []string{"--no-events=false"}, true, ""},
+		{nil, []string{"--events=false"}, false, ""},
+		{[]string{"DYN_EVENTS=0"}, nil, false, ""},
+		{[]string{"DYN_OLD_EVENTS=off"}, nil, false, ""},
+		{[]string{"DYN_OLD_EVENTS=0", "DYN_EVENTS=1"}, nil, true, ""},
+		{[]string{"DYN_OLD_EVENTS=0", "DYN_EVENTS=perhaps"}, nil, false, ""},
+		{[]string{"DYN_OLD_EVENTS=", "DYN_EVENTS="}, nil, true, ""},
+		{[]string{"SPILLWAY_EVENTS=true"}, []string{"--no-events"}, false, ""},
+		{nil, []string{"--no-events", "--events"}, true, "events: is turned on and off (from flag --no-events)"},
+		{nil, []string{"--no-events=perhaps"}, true, `no-events: "perhaps" is not true or false (from flag --no-events)`},
+	} {
+		cfg, _, err := load(t, "", tt.env, tt.args...)
+		got := ""
+		if err != nil {
+			got = err.Error()
+		}
+		if cfg.Events != tt.want || got != tt.err {
+			t.Errorf("Load(%q, %q): events %v, error %q; want %v, %q", tt.env, tt.args, cfg.Events, got, tt.want, tt.err)
+		}
+	}
+	if _, _, err := load(t, "", []string{"DYN_CREDIT=-1"}); err == nil || err.Error() != "credit: -1 is below 0 (from variable DYN_CREDIT)" {
+		t.Errorf("Load of a credit below 0 = %v, want an error", err)
 	}
 }
 

@@ -108,6 +108,10 @@ func Flags(fs *pflag.FlagSet, def any) {
 		if kindName(s.typ) == "bool" {
 			f.NoOptDefVal = "true"
 		}
+		if value.text == "true" { // like Dynamo's --no-router-kv-events
+			off := fs.VarPF(&typedFlag{text: "false", kind: "bool"}, negation+s.key, "", "turns off --"+s.key)
+			off.NoOptDefVal, off.Hidden = "true", true
+		}
 	}
 	if d, ok := def.(deprecating); ok {
 		for _, key := range sortedKeys(d.Deprecated()) {
@@ -115,6 +119,9 @@ func Flags(fs *pflag.FlagSet, def any) {
 		}
 	}
 }
+
+// negation begins a flag that turns off what is on by default.
+const negation = "no-"
 
 // typedFlag is the pflag.Value of a setting. It keeps the text, so that a bad value reads the
 // same whichever source it came from; given more than once, a list grows.

@@ -32,7 +32,7 @@ const (
 // Config is what an operator sets.
 type Config struct {
 	Mode              Mode `koanf:"router-mode" dyn:"DYN_ROUTER_MODE" usage:"how a worker is picked: round-robin, random, power-of-two, least-loaded, direct or kv"`
-	TrackOutputBlocks bool `koanf:"router-track-output-blocks" dyn:"DYN_ROUTER_TRACK_OUTPUT_BLOCKS" usage:"book KV blocks for generated tokens too, not only for prompts"`
+	TrackOutputBlocks bool `koanf:"router-track-output-blocks" dyn:"DYN_ROUTER_TRACK_OUTPUT_BLOCKS" bad:"unreadable" usage:"book KV blocks for generated tokens too, not only for prompts"`
 	QueueSize         int  `koanf:"queue-size" usage:"requests of a model that may wait while all its workers are busy; 0 refuses them at once"`
 
 	Cost  CostConfig  `koanf:",squash"`

@@ -162,7 +162,7 @@ func (m *fleetModel) cost(q *router.Query, r worker.Rank, candidates []worker.Ra
 var (
 	chains   = [][]uint64{nil, {1, 2, 3, 4}, {1, 2, 3, 5}, {1, 2}, {1, 2, 6, 7, 8, 9}, {10, 11}, {12}, {1, 2, 3, 4, 13, 14}}
 	taints   = []string{"a", "b", "c"}
-	modelIDs = []worker.ID{3, 1, 9, 7}
+	modelIDs = []worker.ID{3, 0, 9, 7}
 )
 
 func maybe[T any](t *rapid.T, name string, value T) *T {
@@ -273,7 +273,9 @@ func (m *fleetModel) selects(t *rapid.T) {
 }
 
 func (m *fleetModel) register(t *rapid.T) {
-	w := record(m.f.t, rapid.SampledFrom(modelIDs).Draw(t, "worker"), rapid.Uint32Range(1, 3).Draw(t, "size"))
+	id := rapid.SampledFrom(modelIDs).Draw(t, "worker")
+	w := record(m.f.t, id, rapid.Uint32Range(1, 3).Draw(t, "size"))
+	w.ID = id // 0 too
 	w.DPStart = rapid.Uint32Range(0, 2).Draw(t, "start")
 	w.Taints = rapid.SliceOfDistinct(rapid.SampledFrom(taints), func(s string) string { return s }).Draw(t, "taints")
 	m.f.p = m.f.register(w)
@@ -361,7 +363,14 @@ func agrees(outer testing.TB) func(t *rapid.T) {
 
 func TestSchedulerAgreesWithModel(t *testing.T) { rapid.Check(t, agrees(t)) }
 
-func FuzzScheduler(f *testing.F) { f.Fuzz(rapid.MakeFuzz(agrees(f))) }
+func FuzzScheduler(f *testing.F) {
+	seed, rng := make([]byte, 1<<14), rand.New(rand.NewPCG(7, 7))
+	for i := range seed {
+		seed[i] = byte(rng.Uint32())
+	}
+	f.Add(seed)
+	f.Fuzz(func(t *testing.T, data []byte) { rapid.MakeFuzz(agrees(t))(t, data) })
+}
 
 // TestSamePromptTwice: of two equal prompts at the same time on two equal, idle workers each goes
 // to a worker of its own.
