@@ -82,3 +82,35 @@ func benchmark(b *testing.B, f *rig, q router.Query) {
 		f.p.Free(q.Reservation, start)
 	}
 }
+
+// BenchmarkAdmit frees one of so many ranks, all of which are full and have a request pinned to them
+// that waits, lets that go and has it wait again.
+func BenchmarkAdmit(b *testing.B) {
+	for _, lanes := range []int{1, 100, 1000, 4000} { // to register 10,000 takes longer than to measure
+		b.Run(fmt.Sprintf("lanes=%d", lanes), func(b *testing.B) {
+			w := newClasses(b, "  - {name: x, quantum: 1, prefill_busy_threshold: 0}")
+			for i := range lanes {
+				w.register(record(b, worker.ID(i+1), 1))
+			}
+			tickets := make([]router.Ticket, 2*lanes)
+			for i := range tickets {
+				q := router.Query{Reservation: fmt.Sprint(i), PromptTokens: 100, Worker: new(worker.ID(i%lanes + 1)), DP: new(uint32(0))}
+				tickets[i] = router.Ticket{Query: q, Order: router.Order{Class: "x"}}
+				if _, err := w.p.Wait(&tickets[i], start); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.ReportAllocs()
+			for i := 0; b.Loop(); i++ {
+				going := &tickets[i%len(tickets)] // the two of a rank take turns
+				on, _ := w.p.Free(going.Query.Reservation, start)
+				if got := w.p.AdmitOn(on.Worker, start); len(got) != 1 {
+					b.Fatalf("%d go, want one", len(got))
+				}
+				if _, err := w.p.Wait(going, start); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"container/heap"
 	"encoding/binary"
+	"iter"
 	"slices"
 	"time"
 
@@ -17,8 +18,9 @@ type group struct {
 	at    int   // in queue.groups
 	n     int   // requests
 	lanes []*lane
-	shut  bool // there was no room, when it came to booking
-	pace  pace
+	shut  bool      // there was no room, when it came to booking
+	since time.Time // somebody has been waiting
+	pace  *pace     // nil until one has gone before others
 }
 
 // lane is the requests of a class that wait for the same workers.
@@ -145,6 +147,19 @@ func (q *queue) dropGroup(g *group) {
 		return
 	}
 	q.pinned[g.key.worker] = rest
+}
+
+// near are the groups that a change on one worker may matter to.
+func (q *queue) near(id worker.ID) iter.Seq[*group] {
+	return func(yield func(*group) bool) {
+		for _, list := range [...][]*group{q.shared, q.pinned[id]} {
+			for _, g := range list {
+				if !yield(g) {
+					return
+				}
+			}
+		}
+	}
 }
 
 // without takes x out of list, the last coming into its place.

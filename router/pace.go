@@ -8,6 +8,9 @@ import (
 // delay is how long t will wait, if those that wait for the group too go at their present pace: 0
 // where that is not known yet. Other classes get their share of tokens meanwhile.
 func (q *queue) delay(g *group, t *Ticket, now time.Time) time.Duration {
+	if g.pace == nil {
+		return 0
+	}
 	rate, known := g.pace.rate(now)
 	if !known {
 		return 0
@@ -43,6 +46,17 @@ type pace struct {
 	} // the last admissions, a ring
 	n      int    // admissions in all
 	tokens uint64 // of those in last
+}
+
+// admit counts one that goes. The last one who waits tells nothing: the group ends with it.
+func (g *group) admit(tokens uint64, now time.Time) {
+	if g.n == 1 {
+		return
+	}
+	if g.pace == nil {
+		g.pace = &pace{from: g.since}
+	}
+	g.pace.admit(tokens, now)
 }
 
 // minPace is the number of admissions from which on a rate can be told. Fewer come in a burst that

@@ -50,7 +50,7 @@ type Partition struct {
 	rooms  []busy.Room // scratch: ranks that may be picked
 	one    [1]int32    // scratch: a slot
 	queue  queue       // requests that wait
-	looked look        // when those who wait were last looked at
+	looked picture     // when those who wait were last looked at
 
 	allowed   []worker.ID // scratch: an allow-list, sorted
 	scheduler scheduler   // of KV mode, and for who waits

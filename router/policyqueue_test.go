@@ -557,19 +557,141 @@ func TestEveryTicketEnds(t *testing.T) {
 					t.Errorf("ended with %+v", a)
 				}
 				if rng.IntN(2) == 0 {
-					w.p.PrefillDone(ticket.Query.Reservation, start)
-					wake(w.p.Admit(start))
+					if on, ok := w.p.PrefillDone(ticket.Query.Reservation, start); ok {
+						wake(w.p.AdmitOn(on.Worker, start))
+					}
 				}
-				if _, ok := w.p.Free(ticket.Query.Reservation, start); ok == ticket.Query.NoBooking {
+				on, ok := w.p.Free(ticket.Query.Reservation, start)
+				if ok == ticket.Query.NoBooking {
 					t.Errorf("booked = %v for a query with NoBooking = %v", ok, ticket.Query.NoBooking)
 				}
-				wake(w.p.Admit(start))
+				if ok {
+					wake(w.p.AdmitOn(on.Worker, start))
+				}
 			}
 		})
 	}
 	done.Wait()
 	if b := w.p.Backlogs(nil); w.p.Waiting() != 0 || w.p.WaitingTokens() != 0 || b[0] != (router.Backlog{}) || b[1] != b[0] || b[2] != b[0] {
 		t.Errorf("at the end %d wait with %d tokens, %+v", w.p.Waiting(), w.p.WaitingTokens(), b)
+	}
+	w.checkEmpty()
+}
+
+// TestNobodyIsForgotten goes through random requests that come, go and leave, one after another. After
+// each step those wait who have to, and nobody else: all ranks that one may go to are full to its
+// class.
+func TestNobodyIsForgotten(t *testing.T) {
+	for seed := range uint64(60) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) { neverForgotten(t, seeded(seed)) })
+	}
+}
+
+func neverForgotten(t *testing.T, rng *rand.Rand) {
+	w := newClasses(t, "  - {name: x, quantum: 64, prefill_busy_threshold: 200}\n"+
+		"  - {name: y, quantum: 16, prefill_busy_threshold_frac: 0.25, queue_policy: wspt}\n  - {name: z, quantum: 1}")
+	records := []worker.Worker{batch(t, 1, 2, 400), batch(t, 2, 1, 0), batch(t, 3, 1, 100)}
+	records[2].Taints = []string{"fast"}
+	for _, x := range records {
+		w.register(x)
+	}
+	waiting, going := map[string]*router.Ticket{}, []string{}
+	full := func(ticket *router.Ticket) bool {
+		profile, q := w.r.Profile("M"), &ticket.Query
+		class := &profile.Classes[profile.Class(ticket.Order.Class, q.PromptTokens)]
+		for _, x := range records {
+			if q.Worker != nil && *q.Worker != x.ID || q.Allowed != nil && !slices.Contains(q.Allowed, x.ID) ||
+				len(q.Taints) > 0 && x.Taints == nil {
+				continue
+			}
+			for _, l := range w.p.Tracker.Ranks(x.ID, w.now, nil) {
+				if (q.DP == nil || *q.DP == l.DP) && !class.Busy(l.PrefillTokens, x.MaxNumBatchedTokens) {
+					return false
+				}
+			}
+		}
+		return true
+	}
+	took := func(admitted []router.Admission) {
+		for _, a := range admitted {
+			id := a.Ticket.Query.Reservation
+			if a.Err != nil {
+				t.Fatalf("%s ends with %v", id, a.Err)
+			}
+			delete(waiting, id)
+			going = append(going, id)
+		}
+	}
+	for i := range 150 {
+		w.now = w.now.Add(time.Duration(rng.IntN(100)) * time.Millisecond)
+		what := ""
+		switch op := rng.IntN(8); {
+		case op < 4:
+			ticket := &router.Ticket{
+				Query: router.Query{Reservation: fmt.Sprint(i), PromptTokens: 1 + rng.Uint64N(300), NoBooking: rng.IntN(9) == 0},
+				Order: router.Order{Class: []string{"std", "x", "y", "z"}[rng.IntN(4)], StrictPriority: rng.Uint32N(2)},
+			}
+			switch rng.IntN(6) {
+			case 0:
+				ticket.Query.Worker, ticket.Query.DP = new(worker.ID(1)), new(rng.Uint32N(2))
+			case 1:
+				ticket.Query.Worker = new(worker.ID(1 + rng.IntN(3)))
+			case 2:
+				ticket.Query.Allowed = []worker.ID{3, 1}
+			case 3:
+				ticket.Query.Taints = []string{"fast"}
+			}
+			what = fmt.Sprintf("%+v comes", ticket.Order)
+			waiting[ticket.Query.Reservation] = ticket
+			admitted, err := w.p.Wait(ticket, w.now)
+			if err != nil {
+				t.Fatalf("step %d: %s: Wait = %v", i, what, err)
+			}
+			took(admitted)
+		case op < 7 && len(going) > 0:
+			k := rng.IntN(len(going))
+			what = going[k] + " is done"
+			var on worker.Rank
+			if rng.IntN(2) == 0 {
+				on, _ = w.p.PrefillDone(going[k], w.now)
+			} else {
+				on, _ = w.p.Free(going[k], w.now)
+				going = slices.Delete(going, k, k+1)
+			}
+			if rng.IntN(8) > 0 {
+				took(w.p.AdmitOn(on.Worker, w.now))
+			} else {
+				took(w.p.Admit(w.now))
+			}
+		default:
+			for id, ticket := range waiting {
+				what = id + " leaves"
+				if !w.p.Leave(ticket) {
+					t.Fatalf("step %d: %s, and does not wait", i, what)
+				}
+				delete(waiting, id)
+				break
+			}
+		}
+		if w.p.Waiting() != len(waiting) {
+			t.Fatalf("step %d: %s: %d wait, want %d", i, what, w.p.Waiting(), len(waiting))
+		}
+		for id, ticket := range waiting {
+			if !full(ticket) {
+				t.Fatalf("step %d: %s: %s (%+v) waits, and could go", i, what, id, ticket.Order)
+			}
+		}
+	}
+	for id, ticket := range waiting {
+		if !w.p.Leave(ticket) {
+			t.Errorf("%s could not leave", id)
+		}
+	}
+	for _, id := range going {
+		w.p.Free(id, w.now)
+	}
+	if w.p.Waiting() != 0 || w.p.WaitingTokens() != 0 {
+		t.Errorf("at the end %d wait with %d tokens", w.p.Waiting(), w.p.WaitingTokens())
 	}
 	w.checkEmpty()
 }

@@ -101,7 +101,7 @@ func (p *places) take() error {
 func (p *Partition) Wait(t *Ticket, now time.Time) ([]Admission, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	admitted := p.admitLocked(now, false)
+	admitted := p.admitLocked(ifNeeded, nil, now)
 	p.classifyLocked(t)
 	class := &p.profile.Classes[t.policy]
 	var g *group // if somebody waits for the same workers
@@ -132,7 +132,8 @@ func (p *Partition) Wait(t *Ticket, now time.Time) ([]Admission, error) {
 	}
 	p.queue.push(t)
 	p.waiting.Store(int64(p.queue.n))
-	return admitted, nil
+	// Whoever made room since we looked may have found nobody waiting, and gone.
+	return append(admitted, p.admitLocked(ifNeeded, nil, now)...), nil
 }
 
 // classifyLocked finds the class of t. Without a policy file the prompt need not be measured for it.
@@ -226,12 +227,24 @@ func waits(err error) bool { return errors.Is(err, ErrOverloaded) || errors.Is(e
 // of them. It is called after whatever may have made room: a Free, a PrefillDone, an expiry, a
 // report, a threshold, a change of workers.
 func (p *Partition) Admit(now time.Time) []Admission {
+	p.given.Add(1) // before we look whether anybody waits: see Wait
 	if p.Waiting() == 0 {
 		return nil
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.admitLocked(now, true)
+	return p.admitLocked(always, nil, now)
+}
+
+// AdmitOn is Admit after one Free or PrefillDone, which has told that worker. If nothing else has
+// happened it looks at those alone that may go there.
+func (p *Partition) AdmitOn(id worker.ID, now time.Time) []Admission {
+	if p.Waiting() == 0 {
+		return nil
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.admitLocked(always, &id, now)
 }
 
 // Leave takes t out of the queue. It reports false if t does not wait: then an Admission holds it,
@@ -266,17 +279,22 @@ func (p *Partition) Backlogs(dst []Backlog) []Backlog {
 // Profile is the classes in which requests wait.
 func (p *Partition) Profile() *Profile { return p.profile }
 
-// look is what tells whether there can be more room than there was.
-type look struct {
+// picture is what tells whether there can be more room than there was.
+type picture struct {
 	snapshot *busy.Snapshot
 	given    uint64
 }
 
-// admitLocked is Admit. It looks at one request of each lane, not at each that waits. Unless it has
-// to look, it looks at none of them if nothing has been given back to the partition since it last did
-// and no verdict has changed.
-func (p *Partition) admitLocked(now time.Time, always bool) (admitted []Admission) {
+// When admitLocked looks at who waits.
+const (
+	always   = true
+	ifNeeded = false // not if nothing has been given back, and no verdict has changed, since it last did
+)
+
+// admitLocked is Admit, or AdmitOn. It looks at one request of each lane, not at each that waits.
+func (p *Partition) admitLocked(look bool, on *worker.ID, now time.Time) (admitted []Admission) {
 	if p.queue.n == 0 {
+		p.looked = picture{p.Busy.Snapshot(), p.given.Load()}
 		return nil
 	}
 	if p.Busy.Due(now) {
@@ -289,20 +307,27 @@ func (p *Partition) admitLocked(now time.Time, always bool) (admitted []Admissio
 	for _, t := range p.queue.late(now) {
 		end(t, Selection{}, ErrQueueTimeout)
 	}
-	present := look{p.Busy.Snapshot(), p.given.Load()}
-	if !always && present == p.looked {
+	present := picture{p.Busy.Snapshot(), p.given.Load()}
+	switch known := (picture{p.looked.snapshot, p.looked.given + 1}); {
+	case look == ifNeeded && present == p.looked:
 		return admitted
-	}
-	p.looked = present
-	for i := len(p.queue.groups) - 1; i >= 0; i-- { // from the end: one that empties is taken out
-		g := p.queue.groups[i]
-		g.shut = false
-		if err := p.judgeLocked(g, now); err != nil {
-			for _, t := range g.waiting() {
-				end(t, Selection{}, err)
+	case on != nil && present == known:
+		for g := range p.queue.near(*on) {
+			g.shut = false
+			_ = p.judgeLocked(g, now) // who has nothing to wait for any more is told by Select
+		}
+	default:
+		for i := len(p.queue.groups) - 1; i >= 0; i-- { // from the end: one that empties is taken out
+			g := p.queue.groups[i]
+			g.shut = false
+			if err := p.judgeLocked(g, now); err != nil {
+				for _, t := range g.waiting() {
+					end(t, Selection{}, err)
+				}
 			}
 		}
 	}
+	p.looked = present
 	for t := p.queue.next(); t != nil; t = p.queue.next() {
 		g := t.lane.group
 		p.refreshLocked(t, now)
@@ -313,12 +338,14 @@ func (p *Partition) admitLocked(now time.Time, always bool) (admitted []Admissio
 			continue
 		}
 		if err == nil {
-			g.pace.admit(t.cost, now)
+			g.admit(t.cost, now)
 			p.queue.charge(t)
 		}
 		end(t, sel, err)
 		if err == nil && !t.Query.NoBooking {
-			p.rejudgeLocked(sel.Worker.ID, now)
+			for g := range p.queue.near(sel.Worker.ID) { // there may be no room any more
+				_ = p.judgeLocked(g, now)
+			}
 		}
 	}
 	return admitted
@@ -342,17 +369,6 @@ func (p *Partition) judgeLocked(g *group, now time.Time) error {
 		l.set(!shut && !full)
 	}
 	return nil
-}
-
-// rejudgeLocked closes lanes for which there is no room any more, now that something has been booked
-// on a worker.
-func (p *Partition) rejudgeLocked(id worker.ID, now time.Time) {
-	for _, g := range p.queue.shared {
-		_ = p.judgeLocked(g, now) // who has nothing to wait for is told by Select
-	}
-	for _, g := range p.queue.pinned[id] {
-		_ = p.judgeLocked(g, now)
-	}
 }
 
 // refreshLocked asks the index again about a request that has waited for long.

@@ -100,7 +100,7 @@ func (q *queue) push(t *Ticket) {
 	}
 	l := q.laneFor(c, &t.Query)
 	if l.group.n == 0 {
-		l.group.pace.from = t.since
+		l.group.since = t.since
 	}
 	t.lane = l
 	heap.Push(&l.heap, t)

@@ -2,12 +2,15 @@ package router
 
 import (
 	"fmt"
+	"math"
 	"strings"
 	"testing"
 	"time"
+
+	"spillway/worker"
 )
 
-// TestTurns has the rows of scheduler.md 18.7 on deficit round robin.
+// TestTurns has rows 78 to 83 of scheduler.md 18.7, on deficit round robin.
 func TestTurns(t *testing.T) {
 	type share struct {
 		name    string
@@ -56,11 +59,19 @@ func TestTurns(t *testing.T) {
 					t.Fatalf("deficit of %s = %d with all blocked, want 0", c.spec.Name, c.deficit)
 				}
 			}
-			for _, l := range q.groups[0].lanes {
-				l.set(true)
+			set := func(open bool) {
+				for _, g := range q.groups {
+					for _, l := range g.lanes {
+						l.set(open)
+					}
+				}
 			}
 			var got []string
 			for range tt.pops {
+				if set(false); q.next() != nil { // between two for whom there is room there is a while without any
+					t.Fatal("somebody goes with all blocked")
+				}
+				set(true)
 				next := q.next()
 				if next == nil {
 					break
@@ -101,6 +112,76 @@ func TestPace(t *testing.T) {
 		}
 		if known != (tt.want > 0) || rate < 0.97*tt.want || rate > 1.04*tt.want {
 			t.Errorf("step %d: rate = %v, %v, want %v", i, rate, known, tt.want)
+		}
+	}
+}
+
+// TestPrecedence: what comes first decides before what comes next. Each beats the one after it.
+func TestPrecedence(t *testing.T) {
+	now := time.Unix(1_700_000_000, 0)
+	file := &Profile{Classes: []Class{{Order: FCFS, Quantum: 1}, {Order: WSPT, Quantum: 1}, {Order: LCFS, Quantum: 1}}}
+	type one struct {
+		order Order
+		after time.Duration // since now
+		cost  uint64
+	}
+	for _, tt := range []struct {
+		name    string
+		profile *Profile
+		class   int
+		list    []one
+	}{
+		{"tenants", syntheticProfile(nil, FCFS), 0, []one{
+			{Order{StrictPriority: 1, Priority: -9}, 9, 1}, {Order{Priority: 2}, 8, 1}, {Order{Priority: 1, Objective: now}, 7, 1},
+			{Order{Priority: 1, Objective: now.Add(1)}, 6, 1}, {Order{Priority: 1, PriorityJump: 5}, 5, 1}, {Order{Priority: 1}, 4, 1},
+			{Order{Priority: 1}, 4, 1}, // the one that came first
+		}},
+		{"fcfs", file, 0, []one{
+			{Order{StrictPriority: 1}, 9 * time.Second, 1}, {Order{PriorityJump: 50}, 5 * time.Second, 1},
+			{Order{Priority: 40}, 5 * time.Second, 1}, // counts as a jump
+			{Order{PriorityJump: math.NaN()}, 0, 1}, {Order{PriorityJump: -50}, time.Second, 1},
+			{Order{PriorityJump: 1}, 3 * time.Second, 1},
+		}},
+		{"wspt", file, 1, []one{{Order{}, 9, 1}, {Order{PriorityJump: 5}, 9, 60}, {Order{}, 9, 11}, {Order{}, 0, 12}}},
+		{"lcfs", file, 2, []one{{Order{PriorityJump: 9}, 0, 1}, {Order{}, 8 * time.Second, 1}, {Order{}, 0, 1}}},
+	} {
+		q := newQueue(tt.profile, now)
+		var last *Ticket
+		for i, x := range tt.list {
+			next := &Ticket{Order: x.order, policy: tt.class, cost: x.cost}
+			q.enter(next, now.Add(x.after))
+			if last != nil && (!before(last, next) || before(next, last)) {
+				t.Errorf("%s: %+v goes before %+v at %d, want it the other way round", tt.name, next.goes, last.goes, i)
+			}
+			last = next
+		}
+	}
+}
+
+// TestGroupKey: who may go to the same workers waits in one lane, however that was said.
+func TestGroupKey(t *testing.T) {
+	catalog := []*worker.Worker{{}, {}}
+	list := []Query{
+		{}, {Allowed: []worker.ID{}}, {Allowed: []worker.ID{1, 2}}, {Allowed: []worker.ID{1}}, {Exclude: []worker.ID{1, 2}},
+		{Taints: []string{"a", "bc"}}, {Taints: []string{"ab", "c"}}, {Taints: []string{"a"}}, {Worker: new(worker.ID(0))},
+		{Worker: new(worker.ID(1))}, {DP: new(uint32(0))}, {DP: new(uint32(1))}, {Only: catalog}, {Only: catalog[1:]}, {Only: catalog[:0]},
+		{Allowed: []worker.ID{1}, Exclude: []worker.ID{2}}, {Allowed: []worker.ID{1, 2}, Taints: []string{"a"}},
+	}
+	for i := range list {
+		for j := range list {
+			if (keyOf(&list[i]) == keyOf(&list[j])) != (i == j) {
+				t.Errorf("keys of %+v and %+v: equal = %v", list[i], list[j], i != j)
+			}
+		}
+	}
+	for _, same := range [][2]Query{
+		{{Allowed: []worker.ID{1, 2}}, {Allowed: []worker.ID{2, 1, 2}}},
+		{{Taints: []string{"a", "b"}}, {Taints: []string{"b", "a"}}},
+		{{Worker: new(worker.ID(1)), DP: new(uint32(2))}, {Worker: new(worker.ID(1)), DP: new(uint32(2))}},
+		{{PromptTokens: 1, Reservation: "a", NoBooking: true}, {PromptTokens: 2, Reservation: "b"}},
+	} {
+		if keyOf(&same[0]) != keyOf(&same[1]) {
+			t.Errorf("keys of %+v and %+v differ", same[0], same[1])
 		}
 	}
 }

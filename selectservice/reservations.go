@@ -90,7 +90,7 @@ func (s *Server) prefillComplete(w http.ResponseWriter, r *http.Request) *httper
 			if s.link.PrefillDone != nil {
 				s.link.PrefillDone(p.key, p.blockSize(), id, rank)
 			}
-			s.letGo(route, now)
+			wake(route.AdmitOn(rank.Worker, now))
 		}
 		return known
 	})
@@ -132,7 +132,7 @@ func (s *Server) free(w http.ResponseWriter, r *http.Request) *httperr.Error {
 			if s.link.Freed != nil {
 				s.link.Freed(p.key, p.blockSize(), id, rank)
 			}
-			s.letGo(route, now)
+			wake(route.AdmitOn(rank.Worker, now))
 		}
 		return known
 	})
