@@ -312,54 +312,58 @@ func BenchmarkMemory(b *testing.B) {
 func BenchmarkQuery(b *testing.B) {
 	requests := load(b)
 	for _, workers := range []int{64, 1000} {
-		ix := kvindex.New(kvindex.Config{MaxEntries: 1 << 30, MaxRanks: 1 << 16})
-		e := newEngines(requests, workers, *benchEntries/workers, 64)
-		fill(ix, e)
-		recent := e.now
-		var prompts [][]uint64
-		for i := max(0, recent-2000); i < recent; i++ {
-			prompts = append(prompts, e.prompt(i))
-		}
-		var stream []event
-		for range 300 {
-			stream = append(stream, e.next()...)
-		}
-		for _, n := range []int{64, 512, 4096} {
-			var asked [][]uint64
-			for _, p := range prompts {
-				if len(p)*perID >= n {
-					asked = append(asked, appendLocals(nil, p, n))
-				}
-			}
-			for len(asked) > 0 && len(asked) < 20 {
-				asked = append(asked, asked...)
-			}
-			for _, streaming := range []bool{false, true} {
-				b.Run(fmt.Sprintf("workers=%d/blocks=%d/streaming=%v", workers, n, streaming), func(b *testing.B) {
-					if len(asked) == 0 {
-						b.Skip("no prompt is that long")
-					}
-					benchQueries(b, ix, asked, stream, streaming)
-				})
-			}
-		}
-		b.Run(fmt.Sprintf("workers=%d/unknown", workers), func(b *testing.B) {
-			var m kvindex.Matches
-			var spans []float64
-			unknown := chain(1<<60, 512)
-			b.ReportAllocs()
-			for i := range b.N {
-				began := time.Now()
-				for j := range 100 {
-					unknown[0] = scramble(uint64(100*i+j) + 1<<50)
-					ix.Query(unknown, &m)
-				}
-				spans = append(spans, float64(time.Since(began).Nanoseconds())/100)
-			}
-			slices.Sort(spans)
-			b.ReportMetric(spans[len(spans)/2], "p50-ns")
-		})
+		b.Run(fmt.Sprintf("workers=%d", workers), func(b *testing.B) { benchFleet(b, requests, workers) })
 	}
+}
+
+func benchFleet(b *testing.B, requests [][]uint64, workers int) {
+	ix := kvindex.New(kvindex.Config{MaxEntries: 1 << 30, MaxRanks: 1 << 16})
+	e := newEngines(requests, workers, *benchEntries/workers, 64)
+	fill(ix, e)
+	recent := e.now
+	var prompts [][]uint64
+	for i := max(0, recent-2000); i < recent; i++ {
+		prompts = append(prompts, e.prompt(i))
+	}
+	var stream []event
+	for range 300 {
+		stream = append(stream, e.next()...)
+	}
+	for _, n := range []int{64, 512, 4096} {
+		var asked [][]uint64
+		for _, p := range prompts {
+			if len(p)*perID >= n {
+				asked = append(asked, appendLocals(nil, p, n))
+			}
+		}
+		for len(asked) > 0 && len(asked) < 20 {
+			asked = append(asked, asked...)
+		}
+		for _, streaming := range []bool{false, true} {
+			b.Run(fmt.Sprintf("blocks=%d/streaming=%v", n, streaming), func(b *testing.B) {
+				if len(asked) == 0 {
+					b.Skip("no prompt is that long")
+				}
+				benchQueries(b, ix, asked, stream, streaming)
+			})
+		}
+	}
+	b.Run("unknown", func(b *testing.B) {
+		var m kvindex.Matches
+		var spans []float64
+		unknown := chain(1<<60, 512)
+		b.ReportAllocs()
+		for i := range b.N {
+			began := time.Now()
+			for j := range 100 {
+				unknown[0] = scramble(uint64(100*i+j) + 1<<50)
+				ix.Query(unknown, &m)
+			}
+			spans = append(spans, float64(time.Since(began).Nanoseconds())/100)
+		}
+		slices.Sort(spans)
+		b.ReportMetric(spans[len(spans)/2], "p50-ns")
+	})
 }
 
 func benchQueries(b *testing.B, ix *kvindex.Index, asked [][]uint64, stream []event, streaming bool) {

@@ -132,6 +132,47 @@ func TestTornReads(t *testing.T) {
 	wg.Wait()
 }
 
+// TestCollidingHashes has pairs of blocks of which one begins a prompt, and is made to have the
+// hash of the other, which does not. As they lie in different shards, but for chance, they are two.
+func TestCollidingHashes(t *testing.T) {
+	const pairs = 64
+	right := 0
+	for i := range uint64(pairs) {
+		ix, slow := kvindex.New(kvindex.DefaultConfig()), newModel(1<<30)
+		p := []uint64{scramble(2 * i), scramble(2*i + 1)}
+		q := []uint64{kvhash.Next(p[0], p[1])}
+		same := true
+		check := func() {
+			var m kvindex.Matches
+			for _, prompt := range [][]uint64{p, q} {
+				ix.Query(prompt, &m)
+				same = same && slices.Equal(m.Ranks, slow.query(prompt, true))
+			}
+		}
+		store := func(engine, local []uint64) {
+			ix.Store(rankA, worker.Device, kvindex.Parent{}, engine, local)
+			slow.store(rankA, worker.Device, kvindex.Parent{}, engine, local)
+			check()
+		}
+		remove := func(engine uint64) {
+			ix.Remove(rankA, worker.Device, []uint64{engine})
+			slow.remove(rankA, worker.Device, []uint64{engine})
+			check()
+		}
+		store([]uint64{1, 2}, p)
+		store([]uint64{3}, q)
+		remove(2)
+		store([]uint64{1, 2}, p)
+		remove(3)
+		if same {
+			right++
+		}
+	}
+	if right < pairs-8 {
+		t.Errorf("%d of %d pairs are kept apart", right, pairs)
+	}
+}
+
 // TestCraftedHashes stores blocks whose hashes are all at one place of a table that spreads them
 // by a known multiplication, as a table of ours once did. It would take minutes there.
 func TestCraftedHashes(t *testing.T) {
