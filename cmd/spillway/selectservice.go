@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -60,13 +61,14 @@ func runSelectService(ctx context.Context, p process, cfg configs.SelectService,
 	}
 	cost := cfg.Router().Cost
 	index := kvindex.NewPartitions(cfg.Index)
-	routes := router.New(cfg.Router(), busy.DefaultConfig(), models, rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())))
 	setup := selectservice.Setup{
-		Router: routes, Queues: func(model string) bool { return routes.Profile(model).Queues() },
-		Index: index, MaxPartitions: cfg.Index.MaxPartitions, Cost: cost, Events: cost.UseKVEvents,
+		Router: router.New(cfg.Router(), busy.DefaultConfig(), models, rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64()))),
+		Index:  index, MaxPartitions: cfg.Index.MaxPartitions, Cost: cost, Events: cost.UseKVEvents,
 		Dump: func(w io.Writer) error { return kvservice.WriteDump(w, index.All()) },
 	}
-	log.Info("the router's settings", "cost", fmt.Sprintf("%+v", cost))
+	if text, err := json.Marshal(cfg.Router()); err == nil {
+		log.Info("the router's settings", "router", string(text))
+	}
 	server := selectservice.New(cfg.Service, setup, metrics, log)
 	listeners := monitor.NewKVListeners(cfg.KV(), index, log, metrics)
 	link := selectservice.Link{

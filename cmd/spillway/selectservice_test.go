@@ -32,6 +32,11 @@ func (s *selector) call(method, path, body string) (int, string) {
 	if body != "" {
 		req.Header.Set("Content-Type", "application/json")
 	}
+	return s.send(req)
+}
+
+func (s *selector) send(req *http.Request) (int, string) {
+	s.t.Helper()
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		s.t.Fatal(err)

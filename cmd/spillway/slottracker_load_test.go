@@ -54,8 +54,11 @@ func (c *leanConn) post(path string, parts ...string) error {
 	return c.exchange()
 }
 
-func (c *leanConn) health() error {
-	c.out = append(c.out[:0], "GET /health HTTP/1.1\r\nHost: t\r\n\r\n"...)
+func (c *leanConn) health() error { return c.send("GET", "/health") }
+
+// send makes a call without a body.
+func (c *leanConn) send(method, path string) error {
+	c.out = append(append(append(append(c.out[:0], method...), ' '), path...), " HTTP/1.1\r\nHost: t\r\n\r\n"...)
 	return c.exchange()
 }
 

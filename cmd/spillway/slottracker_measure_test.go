@@ -92,17 +92,21 @@ func (s slotTracker) spend(conns []*leanConn, to *spending, during time.Duration
 }
 
 func (to *spending) print(c cell, name string, original float64) {
+	fmt.Printf("| %d | %d | %d | %s %s\n", c.conns, c.ranks, c.blocks, name, to.figures(original))
+}
+
+// figures are the cells of a row from requests a second on, beside those to compare them with.
+func (to *spending) figures(other float64) string {
 	slices.Sort(to.all)
 	micro := func(q float64) float64 {
 		return float64(to.all[int(q*float64(len(to.all)-1))].Nanoseconds()) / 1000
 	}
 	rate := float64(to.calls) / to.took.Seconds()
 	compared := "| - | - |"
-	if original > 0 {
-		compared = fmt.Sprintf("| %.0f | %.2f |", original, rate/original)
+	if other > 0 {
+		compared = fmt.Sprintf("| %.0f | %.2f |", other, rate/other)
 	}
-	fmt.Printf("| %d | %d | %d | %s | %.0f | %.0f | %.0f | %.1f %s\n", c.conns, c.ranks, c.blocks, name, rate, micro(0.5), micro(0.99),
-		float64(to.cpu.Microseconds())/float64(to.calls), compared)
+	return fmt.Sprintf("| %.0f | %.0f | %.0f | %.1f %s", rate, micro(0.5), micro(0.99), float64(to.cpu.Microseconds())/float64(to.calls), compared)
 }
 
 // row measures one kind of call, or of some in a row.
