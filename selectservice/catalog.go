@@ -59,6 +59,13 @@ func (c *catalog) find(key worker.Partition) *partition {
 	return c.partitions[key]
 }
 
+// any tells whether there ever was a partition.
+func (c *catalog) any() bool {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	return len(c.partitions) > 0
+}
+
 // usable returns a partition that has a schedulable worker.
 func (c *catalog) usable(key worker.Partition) (*partition, *httperr.Error) {
 	p := c.find(key)
@@ -201,7 +208,7 @@ func (c *catalog) reconcileLocked(r *record, now time.Time) *record {
 	}
 	r.lifecycle, r.deleted = incomplete, 0
 	c.records[r.id] = r
-	if r.reasons = r.missing(c.setup.Events, c.setup.Queues(r.model), c.cfg.MaxRanksPerWorker); len(r.reasons) > 0 {
+	if r.reasons = r.missing(c.setup.Events, c.setup.Router.Profile(r.model).Queues(), c.cfg.MaxRanksPerWorker); len(r.reasons) > 0 {
 		c.withdrawLocked(was, now)
 		return r
 	}

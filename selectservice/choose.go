@@ -104,7 +104,7 @@ func (s *Server) prepare(r *http.Request, x *exchange) (*partition, *httperr.Err
 	if failed != nil {
 		return nil, failed
 	}
-	if failed := x.prompt.hash(p, toSelect, &x.hashed); failed != nil {
+	if failed := x.prompt.hash(p, toSelect, s.reuses(x), &x.hashed); failed != nil {
 		return nil, failed
 	}
 	blocks := p.blocks.Load()
@@ -120,9 +120,9 @@ func (s *Server) prepare(r *http.Request, x *exchange) (*partition, *httperr.Err
 		},
 	}
 	q := &x.ticket.Query
-	if len(x.hashed.locals) > 0 && s.setup.Queues(p.key.Model) {
+	if len(x.hashed.locals) > 0 && s.setup.Router.Queues() {
 		x.ticket.Overlaps = func() *kvindex.Matches {
-			blocks.Index.Query(x.hashed.locals, &x.matches)
+			blocks.Index.Query(x.hashed.locals, &x.matches) // nobody looks at them while it waits
 			return &x.matches
 		}
 	}
@@ -140,6 +140,12 @@ func (s *Server) prepare(r *http.Request, x *exchange) (*partition, *httperr.Err
 		q.Worker, q.DP = (*worker.ID)(&x.pin.worker), &x.pin.dp
 	}
 	return p, nil
+}
+
+// reuses tells whether requests with the same prompt are taken to share its blocks.
+func (s *Server) reuses(x *exchange) bool {
+	weights := s.setup.Cost.Weights(x.override)
+	return weights.AssumeReuse
 }
 
 // policyClass is the class or family of the queue's policy that a request asks for.

@@ -80,7 +80,7 @@ func (s *Server) loads(w http.ResponseWriter, r *http.Request) *httperr.Error {
 func (s *Server) look(x *exchange) (*partition, *httperr.Error) {
 	p, failed := s.catalog.usable(x.partition())
 	if failed == nil {
-		failed = x.prompt.hash(p, toRead, &x.hashed)
+		failed = x.prompt.hash(p, toRead, s.reuses(x), &x.hashed)
 	}
 	if failed != nil {
 		return nil, failed

@@ -2,6 +2,7 @@ package selectservice
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"net/http"
 	"strconv"
 
@@ -137,8 +138,9 @@ const (
 )
 
 // hash reads the first form that the body has of its prompt: expanded tokens, tokens, or hashes,
-// which are taken as they are. room is written over.
-func (p *prompt) hash(part *partition, use use, room *hashed) *httperr.Error {
+// which are taken as they are. Without reuse tokens get sequence hashes that no other prompt has.
+// room is written over.
+func (p *prompt) hash(part *partition, use use, reuse bool, room *hashed) *httperr.Error {
 	if p.hasTokens || len(p.expanded.tokens) > 0 {
 		tokens, objects := p.tokens, p.objects
 		if len(p.expanded.tokens) > 0 {
@@ -147,6 +149,11 @@ func (p *prompt) hash(part *partition, use use, room *hashed) *httperr.Error {
 		options := kvhash.Options{BlockSize: int(part.blockSize()), LoRA: p.lora, Salt: p.salt, Eagle: or(p.eagle, part.eagle.Load()), Multimodal: objects}
 		room.locals = kvhash.AppendBlocks(room.locals[:0], tokens, options)
 		room.seqs = kvhash.AppendSequences(room.seqs[:0], room.locals)
+		if !reuse {
+			for i := range room.seqs {
+				room.seqs[i] = rand.Uint64()
+			}
+		}
 		room.isl = uint64(len(tokens))
 		if room.isl == 0 && use == toSelect {
 			return noPrompt

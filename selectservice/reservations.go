@@ -29,7 +29,7 @@ func (s *Server) book(_ *http.Request, x *exchange, now time.Time) (int, *httper
 	if failed != nil {
 		return 0, failed
 	}
-	if failed := x.prompt.hash(p, toBook, &x.hashed); failed != nil {
+	if failed := x.prompt.hash(p, toBook, s.reuses(x), &x.hashed); failed != nil {
 		return 0, failed
 	}
 	prefill := or(x.effective, 0)
@@ -123,7 +123,7 @@ func (s *Server) outputBlock(r *http.Request, x *exchange, now time.Time) (int, 
 // nobody ever was.
 func (s *Server) free(w http.ResponseWriter, r *http.Request) *httperr.Error {
 	id, now := r.PathValue("id"), s.now()
-	if len(s.catalog.matching(filter{})) == 0 {
+	if !s.catalog.any() {
 		return unknownReservation(id)
 	}
 	s.with(id, func(p *partition, route *router.Partition) bool {

@@ -35,11 +35,10 @@ const sweepEvery = 5 * time.Second
 type Setup struct {
 	Router        *router.Router
 	Index         *kvindex.Partitions
-	MaxPartitions int                     // of Index
-	Cost          router.CostConfig       // of Router
-	Events        bool                    // workers have to tell of their caches
-	Queues        func(model string) bool // whether requests for a model may wait
-	Dump          func(io.Writer) error   // writes what Index holds, for others to recover from
+	MaxPartitions int                   // of Index
+	Cost          router.CostConfig     // of Router
+	Events        bool                  // workers have to tell of their caches
+	Dump          func(io.Writer) error // writes what Index holds, for others to recover from
 }
 
 // Link is what cmd hands in. Without KV events Listen and Unlisten are nil, without replication
