@@ -1,7 +1,6 @@
 package proxy
 
 import (
-	"errors"
 	"io"
 	"net"
 	"os"
@@ -28,28 +27,38 @@ func (l clientListener) Accept() (net.Conn, error) {
 }
 
 // clientConn is a connection whose writes fail with os.ErrDeadlineExceeded when the client does not
-// take them in time. A deadline is a timer of the runtime, and a stream writes for every event: one
-// of which no more than an eighth has passed is left as it is. It reads and writes by sockio.
+// take them in time. It reads and writes by sockio.
+//
+// A deadline is a timer of the runtime. A stream writes for every event: a write deadline of which no
+// more than an eighth has passed is left as it is. net/http sets eight read deadlines for a request:
+// one that comes sooner than asked for is left too, and moved by the Read that it wakes.
 type clientConn struct {
 	net.Conn
 	raw          syscall.RawConn // of Conn; nil if that is no socket
 	writeTimeout time.Duration
 
-	readMu sync.Mutex // held by Read; guards what follows
-	read   func(fd uintptr) bool
-	in     []byte
-	got    int
-	inErr  error
-
-	writeMu sync.Mutex // held by Write; guards what follows
-	write   func(fd uintptr) bool
-	out     []byte // still to be written
-	outErr  error
+	// Of the one Read that is going on, and of the one Write: net/http and TLS see to it that there
+	// is no second one.
+	read, write func(fd uintptr) bool
+	in          []byte
+	got         int
+	inErr       error
+	out         []byte // still to be written
+	outErr      error
 
 	mu    sync.Mutex // guards the fields below
 	until time.Time  // write deadline that is set, unless asked
 	asked bool       // another one was asked for, which counts until it is taken off
+	due   time.Time  // read deadline that counts; zero is none
+	set   time.Time  // the one that is set: not later than due, and zero only if due is
 }
+
+// spare is how far off a read deadline is set in place of one that has woken a Read. It is as long as
+// net/http gives a client for the head of its next request, so that it need not be moved for that.
+const spare = headTimeout
+
+// longAgo is later than what stands for a deadline in the past.
+var longAgo = time.Unix(1<<30, 0)
 
 func newClientConn(nc net.Conn, writeTimeout time.Duration) *clientConn {
 	c := &clientConn{Conn: nc, writeTimeout: writeTimeout}
@@ -66,15 +75,55 @@ func (c *clientConn) Read(p []byte) (int, error) {
 	if c.raw == nil || len(p) == 0 {
 		return c.Conn.Read(p)
 	}
-	c.readMu.Lock()
-	defer c.readMu.Unlock()
-	c.in, c.got, c.inErr = p, 0, nil
-	err := c.raw.Read(c.read)
-	c.in = nil
-	if err == nil {
-		err = c.inErr
+	for {
+		c.in, c.got, c.inErr = p, 0, nil
+		err := c.raw.Read(c.read)
+		c.in = nil
+		switch {
+		case err != nil && isTimeout(err) && c.early():
+		case err == nil && (c.inErr == nil || c.inErr == io.EOF):
+			return c.got, c.inErr
+		default:
+			return 0, c.named("read", err, c.inErr)
+		}
 	}
-	return c.got, c.named("read", err)
+}
+
+// isTimeout is what errors.Is would tell of an error of a RawConn, quickly: each request ends one Read
+// of net/http's by a deadline.
+func isTimeout(err error) bool {
+	oe, ok := err.(*net.OpError)
+	return ok && oe.Timeout()
+}
+
+// early tells whether the deadline that has passed came before its time, and sets the one that counts.
+func (c *clientConn) early() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.due.IsZero() && !time.Now().Before(c.due) {
+		return false
+	}
+	c.set = c.due
+	return c.Conn.SetReadDeadline(c.set) == nil
+}
+
+// SetReadDeadline is net.Conn's.
+func (c *clientConn) SetReadDeadline(t time.Time) error {
+	if c.raw == nil {
+		return c.Conn.SetReadDeadline(t)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.due = t
+	switch {
+	case !t.IsZero() && (c.set.IsZero() || t.Before(c.set)):
+		c.set = t
+	case c.set.Before(longAgo) && !c.set.IsZero(): // it was to wake a Read, and would wake the next one too
+		c.set = earlier(time.Now().Add(spare), t)
+	default:
+		return nil
+	}
+	return c.Conn.SetReadDeadline(c.set)
 }
 
 func (c *clientConn) readOnce(fd uintptr) bool {
@@ -86,7 +135,7 @@ func (c *clientConn) readOnce(fd uintptr) bool {
 		case err == syscall.EAGAIN:
 			return false
 		case err != nil:
-			c.inErr = os.NewSyscallError("read", err)
+			c.inErr = err
 		case n == 0:
 			c.inErr = io.EOF
 		default:
@@ -107,16 +156,14 @@ func (c *clientConn) writeTimed(p []byte, now time.Time) (int, error) {
 	if c.raw == nil {
 		return c.Conn.Write(p)
 	}
-	c.writeMu.Lock()
-	defer c.writeMu.Unlock()
 	c.out, c.outErr = p, nil
 	err := c.raw.Write(c.write)
-	if err == nil {
-		err = c.outErr
-	}
 	n := len(p) - len(c.out)
 	c.out = nil
-	return n, c.named("write", err)
+	if err == nil && c.outErr == nil {
+		return n, nil
+	}
+	return n, c.named("write", err, c.outErr)
 }
 
 func (c *clientConn) writeAll(fd uintptr) bool {
@@ -128,23 +175,23 @@ func (c *clientConn) writeAll(fd uintptr) bool {
 		case err == syscall.EAGAIN:
 			return false
 		case err != syscall.EINTR:
-			c.outErr = os.NewSyscallError("write", err)
+			c.outErr = err
 			return true
 		}
 	}
 	return true
 }
 
-// named is err as Read and Write of the runtime's own would tell it: net/http goes by the Op.
-func (c *clientConn) named(op string, err error) error {
-	if err == nil || err == io.EOF {
-		return err
+// named makes one error of a RawConn's or else of a system call's, as Read and Write of the runtime's
+// own would tell it: net/http goes by the Op.
+func (c *clientConn) named(op string, raw, call error) error {
+	if oe, ok := raw.(*net.OpError); ok {
+		oe.Op = op
+		return oe
+	} else if raw != nil {
+		return raw
 	}
-	var raw *net.OpError // of raw.Read or raw.Write
-	if errors.As(err, &raw) {
-		err = raw.Err
-	}
-	return &net.OpError{Op: op, Net: "tcp", Source: c.LocalAddr(), Addr: c.RemoteAddr(), Err: err}
+	return &net.OpError{Op: op, Net: "tcp", Source: c.LocalAddr(), Addr: c.RemoteAddr(), Err: os.NewSyscallError(op, call)}
 }
 
 func (c *clientConn) arm(now time.Time) error {

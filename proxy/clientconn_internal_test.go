@@ -154,3 +154,82 @@ func TestClientConnTells(t *testing.T) {
 	failed("read", server.Read, net.ErrClosed)
 	failed("write", server.Write, net.ErrClosed)
 }
+
+// A read deadline is set only where the one that is set comes too late, or would come at once.
+func TestClientConnLeavesReadDeadline(t *testing.T) {
+	server, _ := clientPair(t, time.Second)
+	start := time.Now()
+	at := func(d time.Duration) time.Time { return start.Add(d) }
+	past, never := time.Unix(1, 0), time.Time{}
+	for i, tt := range []struct{ due, set time.Time }{
+		{never, never}, {at(time.Hour), at(time.Hour)}, {never, at(time.Hour)}, {at(2 * time.Hour), at(time.Hour)},
+		{at(time.Minute), at(time.Minute)}, {at(time.Hour), at(time.Minute)}, {past, past}, {at(time.Second), at(time.Second)}, {past, past},
+	} {
+		if err := server.SetReadDeadline(tt.due); err != nil {
+			t.Fatal(err)
+		}
+		if server.due != tt.due || server.set != tt.set {
+			t.Errorf("%d: due %v and set %v, want %v and %v", i, server.due, server.set, tt.due, tt.set)
+		}
+	}
+	if err := server.SetReadDeadline(never); err != nil {
+		t.Fatal(err)
+	}
+	if !server.due.IsZero() || server.set.Before(at(spare)) {
+		t.Errorf("due %v and set %v after a deadline in the past, want none, and at least %v", server.due, server.set, at(spare))
+	}
+}
+
+// TestClientConnReadDeadline: a Read ends at the deadline that counts, whatever is set.
+func TestClientConnReadDeadline(t *testing.T) {
+	server, client := clientPair(t, time.Second)
+	set := func(at time.Time) {
+		t.Helper()
+		if err := server.SetReadDeadline(at); err != nil {
+			t.Error(err)
+		}
+	}
+	var buf [1]byte
+	read := func(want error) {
+		t.Helper()
+		if n, err := server.Read(buf[:]); !errors.Is(err, want) || n != 0 && want != nil {
+			t.Errorf("Read = %d, %v, want %v", n, err, want)
+		}
+	}
+	soon := time.Now().Add(20 * time.Millisecond)
+	set(soon)
+	read(os.ErrDeadlineExceeded)
+	if time.Now().Before(soon) {
+		t.Error("Read has not waited for its deadline")
+	}
+
+	later := time.Now().Add(100 * time.Millisecond)
+	set(time.Now().Add(20 * time.Millisecond))
+	set(later) // it stays at the earlier one
+	read(os.ErrDeadlineExceeded)
+	if time.Now().Before(later) {
+		t.Error("Read has not waited for the later deadline")
+	}
+
+	set(time.Now().Add(20 * time.Millisecond))
+	set(time.Time{})
+	done := make(chan struct{})
+	go func() { defer close(done); read(nil) }()
+	for moved := false; !moved; time.Sleep(time.Millisecond) { // until the deadline has passed
+		server.mu.Lock()
+		moved = server.set.IsZero()
+		server.mu.Unlock()
+	}
+	if _, err := client.Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	<-done
+
+	go func() { set(time.Unix(1, 0)) }() // as net/http wakes a Read
+	read(os.ErrDeadlineExceeded)
+	set(time.Time{})
+	if _, err := client.Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	read(nil)
+}

@@ -162,10 +162,13 @@ func (s *Server) Run(ctx context.Context, ln, admin net.Listener) error {
 	return err
 }
 
+// headTimeout is how long a client may take for the head of a request.
+const headTimeout = 10 * time.Second
+
 // start serves h on ln; what Serve returns goes to served.
 func (s *Server) start(requests context.Context, ln net.Listener, h http.Handler, served chan<- error) *http.Server {
 	srv := &http.Server{
-		Handler: h, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: s.cfg.ClientIdleTimeout, MaxHeaderBytes: 1 << 20,
+		Handler: h, ReadHeaderTimeout: headTimeout, IdleTimeout: s.cfg.ClientIdleTimeout, MaxHeaderBytes: 1 << 20,
 		BaseContext: func(net.Listener) context.Context { return requests }, ConnContext: withClient,
 		ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 	}
