@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"fmt"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 )
@@ -33,11 +32,9 @@ func AppendHeader(dst []byte, name, value string) []byte {
 	dst = append(dst, ": "...)
 	n := len(dst)
 	dst = append(dst, value...)
-	if strings.ContainsAny(value, "\r\n\x00") {
-		for i, c := range dst[n:] {
-			if c == '\r' || c == '\n' || c == 0 {
-				dst[n+i] = ' '
-			}
+	for i, c := range dst[n:] {
+		if c == '\r' || c == '\n' || c == 0 {
+			dst[n+i] = ' '
 		}
 	}
 	return append(dst, '\r', '\n')
