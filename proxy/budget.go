@@ -35,6 +35,9 @@ const (
 // parts reuses parts by size.
 var parts [3]sync.Pool
 
+// plenty is the share of the budget, one in so many, up to which announcements are believed.
+const plenty = 4
+
 func partClass(size int) int {
 	switch {
 	case size <= smallPart:
@@ -64,10 +67,14 @@ func (m *bodyMemory) more(n int) bool {
 }
 
 // begin returns an empty part for a body of which size bytes are announced, or nil if there is no
-// memory for it. A size that is not positive is unknown.
+// memory for it. A size that is not positive is unknown. Where memory is plentiful an announcement is
+// believed up to largePart, which saves a read and moving what came into a larger part.
 func (m *bodyMemory) begin(size int64) []byte {
 	first := smallPart
-	if size >= smallPart { // one byte more than the body, so that its end is met without growing
+	switch { // one byte more than the body, so that its end is met without growing
+	case size >= midPart && size < largePart && m.budget.held.Load() < m.budget.limit/plenty:
+		first = largePart
+	case size >= smallPart:
 		first = midPart
 	}
 	if !m.add(first) {

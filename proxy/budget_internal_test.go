@@ -47,7 +47,7 @@ func TestBodyMemoryWhole(t *testing.T) {
 		announced     int64
 	}{
 		{0, smallPart, 0}, {1, smallPart, 1}, {smallPart - 1, smallPart, smallPart - 1}, {smallPart, smallPart, -1}, {smallPart, midPart, smallPart},
-		{smallPart + 1, midPart, -1}, {1, midPart, 40 << 20}, {midPart, midPart, midPart}, {midPart + 1, largePart, midPart + 1},
+		{smallPart + 1, midPart, -1}, {1, midPart, 40 << 20}, {midPart - 1, midPart, midPart - 1}, {1, largePart, midPart}, {1, largePart, largePart - 1}, {1, midPart, largePart}, {midPart, midPart, -1}, {midPart + 1, largePart, midPart + 1},
 		{largePart, largePart, largePart}, {largePart + 1, largePart + 1, largePart + 1}, {1<<20 + 5, 1<<20 + 5, -1},
 	} {
 		m := bodyMemory{budget: &budget{limit: 4 << 20}}
@@ -63,6 +63,22 @@ func TestBodyMemoryWhole(t *testing.T) {
 		if m.claimed != 0 || m.budget.held.Load() != 0 {
 			t.Errorf("%d bytes: %d claimed and %d held after release, want none", tt.size, m.claimed, m.budget.held.Load())
 		}
+	}
+}
+
+// TestBodyMemoryBelieves: what is announced is believed while memory is plentiful.
+func TestBodyMemoryBelieves(t *testing.T) {
+	b := budget{limit: 16 * largePart}
+	all := make([]bodyMemory, 20)
+	got := 0
+	for i := range all {
+		all[i].budget = &b
+		if cap(all[i].begin(midPart)) == largePart {
+			got++
+		}
+	}
+	if want := 16 / plenty; got != want {
+		t.Errorf("%d of 20 bodies begin with a large part, want %d", got, want)
 	}
 }
 

@@ -113,7 +113,7 @@ func TestDrainCuts(t *testing.T) {
 	_, _ = io.WriteString(upload, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 20000\r\n\r\n"+part)
 	// The stream that has begun needs its body no more.
 	eventually(t, "all are there", func() bool {
-		return len(silent.seen()) == 2 && len(s.seen()) == 1 && f.metric("spillway_body_memory_bytes") == number(3*4<<10+16<<10)
+		return len(silent.seen()) == 2 && len(s.seen()) == 1 && f.metric("spillway_body_memory_bytes") == number(3*4<<10+64<<10)
 	})
 	f.stop()
 	want := `data: {"error":{"message":"Service is not ready","type":"service_unavailable","code":503}}` + "\n\n" + done
