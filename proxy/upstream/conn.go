@@ -183,8 +183,8 @@ func (cn *conn) fillOnce(fd uintptr) bool {
 func (cn *conn) each(in *input, hand func() bool) error {
 	cn.in, cn.inErr, cn.hand = in, nil, hand
 	cn.client.watch(cn)
+	defer cn.client.unwatch(cn) // after a panic of hand's too
 	err := cn.raw.Read(cn.listen)
-	cn.client.unwatch(cn)
 	cn.in, cn.hand = nil, nil
 	if err == nil {
 		err = cn.inErr

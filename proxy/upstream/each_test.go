@@ -220,3 +220,36 @@ func TestCancelDuringEach(t *testing.T) {
 		t.Errorf("Each = %q, %v, want a, %v", got, err, ctx.Err())
 	}
 }
+
+// TestEachPanics: a panic of f, which its caller may survive, leaves nothing behind.
+func TestEachPanics(t *testing.T) {
+	said := make(chan bool)
+	w := newWorker(t, func(p *peer) {
+		if _, ok := p.request(); !ok {
+			return
+		}
+		p.say(chunked)
+		<-said
+		p.say("1\r\na\r\n")
+		p.gone()
+	})
+	c := w.client(t, upstream.Config{})
+	resp, err := c.Do(t.Context(), post("{}"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	close(said)
+	func() {
+		defer func() {
+			if p := recover(); p != "f" {
+				t.Errorf("Each panics with %v, want f's value", p)
+			}
+		}()
+		_, err := each(resp, func(string) bool { panic("f") })
+		t.Errorf("Each = %v, want a panic", err)
+	}()
+	_ = resp.Close()
+	if n := c.Watched(); n != 0 {
+		t.Errorf("%d connections are looked at, want 0", n)
+	}
+}

@@ -17,5 +17,12 @@ func Receive(method string, nc net.Conn, cfg Config) (*Client, *Response, error)
 	return c, r, nil
 }
 
+// Watched returns the number of connections that are looked at for an end that went unnoticed.
+func (c *Client) Watched() int {
+	c.streams.mu.Lock()
+	defer c.streams.mu.Unlock()
+	return len(c.streams.conns)
+}
+
 // BufferBytes is the memory that the response holds for reading.
 func (r *Response) BufferBytes() int { return cap(r.in.buf) }
