@@ -35,7 +35,8 @@ var frames = sync.Pool{New: func() any { b := make([]byte, 0, 1<<10); return &b 
 const keptFrame = 32 << 10
 
 // writeChunk writes p as one chunk, in one write. The returned number is of p's bytes that may have
-// been written.
+// been written. After an error the connection is closed, as net/http would close it: the client may have
+// a part of the chunk, and take what comes next, be it the last chunk or another answer, for the rest.
 func (c *clientConn) writeChunk(p []byte, now time.Time) (int, error) {
 	frame := frames.Get().(*[]byte)
 	b := strconv.AppendUint((*frame)[:0], uint64(len(p)), 16)
@@ -43,6 +44,9 @@ func (c *clientConn) writeChunk(p []byte, now time.Time) (int, error) {
 	b = append(b, p...)
 	b = append(b, "\r\n"...)
 	n, err := c.writeTimed(b, now)
+	if err != nil {
+		_ = c.Close()
+	}
 	if *frame = b; cap(b) <= keptFrame {
 		frames.Put(frame)
 	}

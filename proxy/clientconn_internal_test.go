@@ -233,3 +233,21 @@ func TestClientConnReadDeadline(t *testing.T) {
 	}
 	read(nil)
 }
+
+// TestCutChunkIsTheLast: what follows a chunk of which the client has only a part would pass for the
+// rest of it.
+func TestCutChunkIsTheLast(t *testing.T) {
+	server, client := clientPair(t, 100*time.Millisecond)
+	if n, err := server.writeChunk(stuck, time.Now()); n == len(stuck) || !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Fatalf("writeChunk = %d, %v to a client that does not read, want a deadline", n, err)
+	}
+	read := make(chan int64)
+	go func() { n, _ := io.Copy(io.Discard, client); read <- n }()
+	if n, err := server.Write([]byte("0\r\n\r\n")); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("Write = %d, %v after a chunk that was cut short, want %v", n, err, net.ErrClosed)
+	}
+	_ = server.Close()
+	if n := <-read; n == 0 || n >= int64(len(stuck)) {
+		t.Errorf("the client reads %d bytes, want a part of the chunk", n)
+	}
+}

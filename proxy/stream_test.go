@@ -279,32 +279,57 @@ func TestBackpressure(t *testing.T) {
 	}
 }
 
-// TestStreamFraming: events come in chunks where the protocol has them, the connection serves a
-// further request after them, and in the plain where it has not.
+// request is a chat request as a client sends it, with further header lines.
+func request(version, header, body string) string {
+	return fmt.Sprintf("POST /v1/chat/completions HTTP/%s\r\nHost: x\r\nContent-Type: application/json\r\n%sContent-Length: %d\r\n\r\n%s", version, header, len(body), body)
+}
+
+// asking is a connection to f on which text has been sent.
+func asking(t *testing.T, f *front, text string) net.Conn {
+	t.Helper()
+	nc, err := net.Dial("tcp", f.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = nc.Close() })
+	_ = nc.SetDeadline(time.Now().Add(patience))
+	if _, err := io.WriteString(nc, text); err != nil {
+		t.Fatal(err)
+	}
+	return nc
+}
+
+// TestStreamFraming: events come in chunks where the protocol has them, and in the plain where it has
+// not; the answers to requests that came together are kept apart, and the connection ends when it should.
 func TestStreamFraming(t *testing.T) {
 	long := `data: {"choices":[{"index":0,"delta":{"content":"` + strings.Repeat("x", 100<<10) + `"}}]}` + "\n\n"
 	want := role + hello + long + ended + done
 	s := newScript(t, streaming(role, hello, long, ended, done))
 	f := begin(t, setup{}, served("w", s))
-	nc, err := net.Dial("tcp", f.addr)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer nc.Close()
-	_ = nc.SetDeadline(time.Now().Add(patience))
-	br := bufio.NewReader(nc)
-	for i, version := range []string{"1.1", "1.1", "1.0"} {
-		fmt.Fprintf(nc, "POST /v1/chat/completions HTTP/%s\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", version, len(streamBody), streamBody)
-		resp, err := http.ReadResponse(br, nil)
-		if err != nil {
-			t.Fatal(err)
+	again := request("1.1", "", streamBody)
+	for name, text := range map[string]string{
+		"1.0":   again + again + request("1.0", "", streamBody),
+		"close": again + request("1.1", "Expect: 100-continue\r\n", streamBody) + request("1.1", "Connection: close\r\n", streamBody),
+	} {
+		br := bufio.NewReader(asking(t, f, text))
+		for i := range 3 {
+			resp, err := http.ReadResponse(br, nil)
+			for err == nil && resp.StatusCode == http.StatusContinue {
+				resp, err = http.ReadResponse(br, nil)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			body, err := io.ReadAll(resp.Body)
+			if string(body) != want || err != nil {
+				t.Errorf("%s, request %d: %d bytes, %v, want %d", name, i, len(body), err, len(want))
+			}
+			if chunked := len(resp.TransferEncoding) > 0; chunked != (name != "1.0" || i < 2) {
+				t.Errorf("%s, request %d: transfer coding %v", name, i, resp.TransferEncoding)
+			}
 		}
-		body, err := io.ReadAll(resp.Body)
-		if string(body) != want || err != nil {
-			t.Errorf("request %d, HTTP/%s: %d bytes, %v, want %d", i, version, len(body), err, len(want))
-		}
-		if chunked := len(resp.TransferEncoding) > 0; chunked != (version == "1.1") {
-			t.Errorf("request %d, HTTP/%s: transfer coding %v", i, version, resp.TransferEncoding)
+		if b, err := br.ReadByte(); err != io.EOF {
+			t.Errorf("%s: %q, %v after the last answer, want the end", name, b, err)
 		}
 	}
 }
