@@ -298,6 +298,7 @@ func (x *exchange) large(resp *upstream.Response, part []byte) error {
 			x.left()
 			return nil
 		}
+		x.listened()
 		part, err = x.next(resp, time.Time{})
 		switch {
 		case errors.Is(err, io.EOF):

@@ -17,7 +17,7 @@ import (
 // the only timer: it is not moved when something comes, but when it fires too early.
 type wait struct {
 	deadline time.Time // of the whole request; zero is none
-	heard    time.Time // when the worker last sent something; kept only if its silence is bounded
+	heard    time.Time // since when the worker has been silent; kept only if its silence is bounded
 	armed    time.Time // deadline that is set on the connection; zero is none
 	fired    bool      // it has passed
 }
@@ -81,6 +81,12 @@ func (x *exchange) headDeadline() time.Time {
 // begun notes that the head of an answer has come.
 func (x *exchange) begun() {
 	x.wait.armed, x.wait.fired = time.Time{}, false
+	x.listened()
+}
+
+// listened begins a new silence of the worker's. It does so when something has come and been dealt
+// with: while a slow client is written to, nobody listens to the worker.
+func (x *exchange) listened() {
 	if x.silence() > 0 {
 		x.wait.heard = time.Now()
 	}
@@ -109,10 +115,9 @@ func (x *exchange) next(resp *upstream.Response, until time.Time) (part []byte, 
 func (x *exchange) each(resp *upstream.Response, until time.Time, f func(part []byte) bool) error {
 	return x.within(resp, until, func() error {
 		return resp.Each(func(part []byte) bool {
-			if x.silence() > 0 {
-				x.wait.heard = time.Now()
-			}
-			return f(part)
+			more := f(part)
+			x.listened()
+			return more
 		})
 	})
 }
@@ -129,8 +134,8 @@ func (x *exchange) within(resp *upstream.Response, until time.Time, read func() 
 			}
 		}
 		err := read()
-		if err == nil && x.silence() > 0 {
-			x.wait.heard = time.Now()
+		if err == nil {
+			x.listened()
 		}
 		if !errors.Is(err, os.ErrDeadlineExceeded) {
 			return err

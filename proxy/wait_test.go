@@ -1,7 +1,9 @@
 package proxy_test
 
 import (
+	"bufio"
 	"io"
+	"net/http"
 	"slices"
 	"strings"
 	"testing"
@@ -111,6 +113,39 @@ func TestSlowIsNotSilent(t *testing.T) {
 	})
 	f := begin(t, setup{proxy: func(c *proxy.Config) { c.StreamInactivityTimeout = limit }}, served("w", s))
 	f.chat(streamBody).is(t, "chat", 200, hello+ended+done)
+}
+
+// TestSlowClientIsNotASilentWorker: while a client does not read, nobody listens to the worker, who
+// has sent more than sockets hold.
+func TestSlowClientIsNotASilentWorker(t *testing.T) {
+	const limit = 2 * time.Second
+	event := "data: " + strings.Repeat("x", 64<<10) + "\n\n"
+	events := strings.Repeat(event, 512)
+	for _, tt := range []struct {
+		name, body string
+		worker     func(*conn, received)
+		want       int // bytes of the answer
+	}{
+		{"stream", streamBody, streaming(events, ended+done), len(events + ended + done)},
+		{"unary", chatBody, saying(answer(200, jsonHeader, events)), len(events)},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			s := newScript(t, tt.worker)
+			f := begin(t, setup{proxy: func(c *proxy.Config) { c.StreamInactivityTimeout = limit }}, served("w", s))
+			nc := asking(t, f, request("1.1", "", tt.body))
+			resp, err := http.ReadResponse(bufio.NewReader(nc), nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(2 * limit)
+			if body, err := io.ReadAll(resp.Body); len(body) != tt.want || err != nil {
+				t.Errorf("%d bytes, %v, want %d; the last are %q", len(body), err, tt.want, body[max(0, len(body)-200):])
+			}
+			if got := f.states(); got != "w:unknown" {
+				t.Errorf("afterwards %s: a slow client is not a worker's failure", got)
+			}
+		})
+	}
 }
 
 // TestKeepAlive checks that a client of a silent worker gets comments, between events only, and
