@@ -396,6 +396,29 @@ func TestSamePromptTwice(t *testing.T) {
 	}
 }
 
+// TestEvenSpread: equally long prompts that have nothing in common, all at once, are shared out evenly.
+func TestEvenSpread(t *testing.T) {
+	f := newScheduled(t, nil)
+	for id := range worker.ID(8) {
+		f.register(record(t, id+1, 1))
+	}
+	var all sync.WaitGroup
+	for i := range uint64(64) {
+		all.Go(func() {
+			q := router.Query{Reservation: fmt.Sprint(i), PromptTokens: 64, SequenceHashes: []uint64{4*i + 1, 4*i + 2, 4*i + 3, 4*i + 4}}
+			if _, err := f.p.Select(q, start); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	all.Wait()
+	for r, load := range f.p.Tracker.Loads(start) {
+		if want := (tracker.Load{PrefillTokens: 512, DecodeBlocks: 32, Requests: 8}); load != want {
+			t.Errorf("load of %+v = %+v, want %+v", r, load, want)
+		}
+	}
+}
+
 // TestSeed: with the same seed and the same requests the choices are the same, ties and draws
 // included, and other seeds choose otherwise.
 func TestSeed(t *testing.T) {
@@ -531,5 +554,17 @@ func TestBookingsExpire(t *testing.T) {
 		if got := f.p.Tracker.Load(rank(1, 0), start).Requests; got != tt.want {
 			t.Errorf("requests after %v = %d, want %d", tt.after, got, tt.want)
 		}
+	}
+}
+
+// TestUndeclaredRanksWithGaps: the first request already finds the ranks that an engine reports, and
+// what one of them has cached.
+func TestUndeclaredRanksWithGaps(t *testing.T) {
+	f := newScheduled(t, nil, record(t, 1, 0))
+	f.used(1, 10, 1, 4)
+	m := &kvindex.Matches{Ranks: []kvindex.Match{has(rank(1, 4), 3, 0, 0)}}
+	sel, _, err := f.ask(router.Query{PromptTokens: 64, Overlaps: m})
+	if err != nil || sel.Rank != rank(1, 4) || !sel.MultiRank || sel.CachedTokens != 48 {
+		t.Errorf("Select = %+v, %v, want rank 4, named to the worker, with 48 tokens cached", sel, err)
 	}
 }
