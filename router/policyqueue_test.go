@@ -107,7 +107,9 @@ func TestPrefillFalls(t *testing.T) {
 		at   float64
 		want int
 	}{{0, 0}, {4.9, 0}, {6, 1}} {
-		w.now = at(step.at)
+		if w.now = at(step.at); step.at == 6 { // there is room, and nobody has been told: it goes to who came first
+			_, _ = w.wait("third", router.Order{Class: "x", PriorityJump: 1}, router.Query{})
+		}
 		if got := w.take(w.p.Admit(w.now)); len(got) != step.want {
 			t.Errorf("at %v s: Admit = %q, want %d to go", step.at, got, step.want)
 		}
@@ -694,4 +696,27 @@ func neverForgotten(t *testing.T, rng *rand.Rand) {
 		t.Errorf("at the end %d wait with %d tokens", w.p.Waiting(), w.p.WaitingTokens())
 	}
 	w.checkEmpty()
+}
+
+// TestLanesByHeads: of those who can all go at once, the lanes of a class go by their first requests,
+// also after those have changed.
+func TestLanesByHeads(t *testing.T) {
+	w := newClasses(t, "", record(t, 1, 1), record(t, 2, 1))
+	w.load(0, 1)
+	if _, err := w.p.Select(router.Query{Reservation: "two", PromptTokens: 1, Worker: new(worker.ID(2))}, start); err != nil {
+		t.Fatal(err)
+	}
+	for _, r := range []struct {
+		strict uint32
+		on     worker.ID
+	}{{5, 1}, {1, 1}, {4, 2}, {3, 2}, {2, 1}} {
+		o := router.Order{StrictPriority: r.strict}
+		if _, err := w.wait(fmt.Sprint(r.strict), o, router.Query{Worker: &r.on, NoBooking: true}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.p.Free("two", start)
+	if got := strings.Join(w.free("load0"), " "); got != "5 4 3 2 1" {
+		t.Errorf("they went %s, want 5 4 3 2 1", got)
+	}
 }
