@@ -35,6 +35,7 @@ func TestAlertRules(t *testing.T) {
 	for _, args := range [][]string{
 		{"check", "config", "prometheus.yml"}, // which names the rules
 		{"test", "rules", "alerts_test.yml"},
+		{"test", "rules", "dispatch-alerts_test.yml"},
 	} {
 		cmd := exec.CommandContext(t.Context(), promtool, args...)
 		cmd.Dir = "../../deploy/prometheus"
