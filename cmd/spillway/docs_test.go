@@ -50,14 +50,16 @@ func TestDocsNameMetricsThatExist(t *testing.T) {
 	books := startSlotTracker(t)
 	books.must("/register", trackedWorker, 201)
 	index := startIndexer(t, "--workers", "7=tcp://127.0.0.1:1", "--block-size", "16")
-	for _, page := range []string{"README.md", "docs/operations.md", "deploy/grafana/spillway.json", "deploy/prometheus/alerts.yml"} {
+	queues := startDispatcher(t, url)
+	for _, page := range []string{"README.md", "docs/operations.md", "docs/dispatch.md", "deploy/grafana/spillway.json", "deploy/prometheus/alerts.yml", "deploy/grafana/spillway-dispatch.json", "deploy/prometheus/dispatch-alerts.yml"} {
 		for _, name := range found(t, page, `\b((?:dynamo|spillway)_[a-z0-9_]+)`) {
 			exposed := regexp.MustCompile(`(?m)^# TYPE ` + name + ` |^# TYPE ` + histogramOf(name) + ` histogram$`)
 			eventually(t, page+": "+name+" is exposed", func() bool {
 				_, text := fetch(t, url+"/metrics")
 				_, ofBooks := fetch(t, books.url+"/metrics")
 				_, ofIndex := fetch(t, index.url+"/metrics")
-				return exposed.MatchString(text + ofBooks + ofIndex)
+				_, ofQueues := fetch(t, queues.metrics+"/metrics")
+				return exposed.MatchString(ofQueues + text + ofBooks + ofIndex)
 			})
 		}
 	}

@@ -48,6 +48,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 	x := startIndexer(t, "--workers", "7=tcp://127.0.0.1:1", "--block-size", "16")
 	chooser := startSelector(t, "--router-kv-events=false", "--api-revision", "routing-group")
 	chooser.post("/workers", `{"worker_id":1,"endpoint":"http://w:1","block_size":16}`, 201)
+	queues := startDispatcher(t, url, "--metrics-backlog-poll-interval", "1s")
 	page, err := os.ReadFile(metricsPage)
 	if err != nil {
 		t.Fatal(err)
@@ -57,6 +58,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 	for deadline := time.Now().Add(time.Minute); !covers(got, want) && time.Now().Before(deadline); { // workers are looked at once a second
 		got = exposed(t, url)
 		maps.Copy(got, exposed(t, x.url))
+		maps.Copy(got, exposed(t, queues.metrics))
 		maps.Copy(got, exposed(t, chooser.url))
 		time.Sleep(20 * time.Millisecond)
 	}
