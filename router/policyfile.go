@@ -237,14 +237,15 @@ func (p *Profile) check() error {
 }
 
 func (s *selectionSection) check() error {
-	for i, in := range s.Instances {
+	if len(s.Instances) > 0 { // there is no type of which one could be
+		in := s.Instances[0]
 		switch {
 		case !policyName.MatchString(in.Name):
-			return fmt.Errorf("instances: entry %d: name: %w", i+1, badName(in.Name))
+			return fmt.Errorf("instances: entry 1: name: %w", badName(in.Name))
 		case in.Name == BuiltInSelection:
-			return fmt.Errorf("instances: entry %d: name: %s is the built-in policy", i+1, in.Name)
+			return fmt.Errorf("instances: entry 1: name: %s is the built-in policy", in.Name)
 		}
-		return fmt.Errorf("instances: entry %d: type: %q is not known; the built-in policy, %s, is the only one", i+1, in.Type, BuiltInSelection)
+		return fmt.Errorf("instances: entry 1: type: %q is not known; the built-in policy, %s, is the only one", in.Type, BuiltInSelection)
 	}
 	for _, role := range []struct {
 		key  string

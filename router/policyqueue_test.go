@@ -145,21 +145,6 @@ func TestPinsWait(t *testing.T) {
 	}
 }
 
-// order has requests come one after another, and returns the order in which they go, one at a time.
-func (w *wave) inTurn(last string) string {
-	w.t.Helper()
-	before := len(w.going)
-	for w.p.Waiting() > 0 {
-		if got := w.free(last); len(got) != 1 {
-			w.t.Fatalf("%s freed: %q go, want one", last, got)
-		}
-		last = w.going[len(w.going)-1]
-	}
-	w.free(last)
-	w.checkEmpty()
-	return strings.Join(w.going[before:], " ")
-}
-
 // TestClassOrders has rows 72 to 75 of scheduler.md 18.7.
 func TestClassOrders(t *testing.T) {
 	type request struct {

@@ -309,7 +309,7 @@ func (p *Partition) admitLocked(look bool, on *worker.ID, now time.Time) (admitt
 	}
 	present := picture{p.Busy.Snapshot(), p.given.Load()}
 	switch known := (picture{p.looked.snapshot, p.looked.given + 1}); {
-	case look == ifNeeded && present == p.looked:
+	case !look && present == p.looked:
 		return admitted
 	case on != nil && present == known:
 		for g := range p.queue.near(*on) {

@@ -44,10 +44,10 @@ type answered struct {
 	text   string
 }
 
-func (s *running) ask(id string, to chan<- answered) {
-	status, text, err := s.call(context.Background(), "POST", "/select_and_reserve", fmt.Sprintf(`{"token_ids":[1,2,3,4],"reservation_id":%q}`, id))
+func (r *running) ask(id string, to chan<- answered) {
+	status, text, err := r.call(context.Background(), "POST", "/select_and_reserve", fmt.Sprintf(`{"token_ids":[1,2,3,4],"reservation_id":%q}`, id))
 	if err != nil {
-		s.t.Error(err)
+		r.t.Error(err)
 	}
 	to <- answered{id, status, text}
 }

@@ -32,8 +32,6 @@ type request struct {
 	track     *bool
 	decay     *float64
 	peer      string
-
-	class string // of the header
 }
 
 // pin is the one rank that a request may go to.
