@@ -1,0 +1,364 @@
+package dispatch
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"maps"
+	"time"
+
+	"spillway/dispatch/budget"
+)
+
+// poll reads one input of a group again and again.
+func (d *Dispatcher) poll(ctx context.Context, g *group, i int) {
+	in, state := &g.inputs[i], g.states[i]
+	t := time.NewTicker(in.every)
+	defer t.Stop()
+	first := true
+	for {
+		r, err := in.reader.read(ctx)
+		now := time.Now()
+		if ctx.Err() != nil {
+			return
+		}
+		if err != nil {
+			r = budget.Reading{D: nan, MaxSys: nan}
+		}
+		was := state.available.Swap(err == nil)
+		switch {
+		case err != nil && (was || first || now.Sub(state.logged) >= time.Minute):
+			d.log.Warn("a gate cannot be read, and is closed", "group", g.name, "source", in.name, "err", err)
+			state.logged = now
+		case err == nil && !was:
+			d.log.Info("a gate can be read", "group", g.name, "source", in.name, "d", r.D, "max_sys", r.MaxSys)
+		}
+		first = false
+		g.budget.Read(i, r, now)
+		d.nudge()
+		select {
+		case <-ctx.Done():
+			return
+		case <-t.C:
+		}
+	}
+}
+
+// rounds looks at all groups when there may be something to send.
+func (d *Dispatcher) rounds(ctx context.Context) {
+	t := time.NewTicker(time.Duration(d.transport.PollMS) * time.Millisecond)
+	defer t.Stop()
+	for ctx.Err() == nil {
+		for _, g := range d.groups {
+			if err := d.round(ctx, g); err != nil && ctx.Err() == nil {
+				d.metrics.redisErrors.Add(1)
+				d.log.Warn("a round has failed", "group", g.name, "err", err)
+			}
+		}
+		select {
+		case <-ctx.Done():
+		case <-d.wake:
+		case <-t.C:
+		}
+	}
+}
+
+// head is a message that could be sent now.
+type head struct {
+	m      *message
+	queue  *Queue
+	weight int64
+	grant  *grant
+}
+
+// round sends what one group may send now.
+func (d *Dispatcher) round(ctx context.Context, g *group) error {
+	now := time.Now()
+	dec := g.budget.Decide(now)
+	d.tell(g, dec)
+	open := dec.State == budget.Open
+	if !open || dec.Allowed == 0 && g.budget.Unit() == budget.Requests {
+		for _, q := range g.queues {
+			if q.depth.Load().pending > 0 {
+				q.decisions[gateClosed].Add(1)
+			}
+		}
+		return nil
+	}
+	var all [][]head
+	for _, q := range g.queues {
+		free := q.workers.free.Load()
+		if free <= 0 {
+			continue
+		}
+		heads, err := d.heads(ctx, q, 2*free, now)
+		if err != nil {
+			return err
+		}
+		if len(heads) > 0 {
+			all = append(all, heads)
+		}
+	}
+	chosen := d.choose(g, dec, d.merge.order(all, d.rng), now)
+	if len(chosen) == 0 {
+		return nil
+	}
+	if d.cfg.DryRun {
+		d.log.Info("dry run: these would be sent", "group", g.name, "requests", len(chosen), "first", chosen[0].m.id, "allowed", dec.Allowed)
+		return nil
+	}
+	chosen, err := d.admitted(ctx, chosen, now)
+	if err != nil {
+		return err
+	}
+	return d.launch(ctx, g, chosen)
+}
+
+// maxPeek bounds how many members are read of a queue at once.
+const maxPeek = 2000
+
+// heads reads the first messages of a queue that may be sent. What never can be is settled.
+func (d *Dispatcher) heads(ctx context.Context, q *Queue, n int64, now time.Time) ([]head, error) {
+	maps.DeleteFunc(q.holds, func(_ string, until time.Time) bool { return !now.Before(until) })
+	found, err := d.store.peek(ctx, q, min(n+int64(len(q.holds)), maxPeek))
+	if err != nil {
+		return nil, err
+	}
+	var all []head
+	for _, z := range found {
+		raw, _ := z.Member.(string)
+		m, bad := parse(raw, z.Score)
+		if _, held := q.holds[m.gid]; held {
+			continue
+		}
+		m.labels = merged(m.labels, q.Labels)
+		d.step(Peeked, m)
+		if gone, err := d.hopeless(ctx, q, m, bad, now); err != nil {
+			return nil, err
+		} else if gone {
+			continue
+		}
+		weight, bad := d.weigh(q, m)
+		if bad != nil { // it cannot be made into a request
+			if err := d.reject(ctx, q, m, failed(codeInvalid, bad.Error()), nil); err != nil {
+				return nil, err
+			}
+			continue
+		}
+		all = append(all, head{m: m, queue: q, weight: weight, grant: &grant{}})
+	}
+	return all, nil
+}
+
+func merged(a, b map[string]string) map[string]string {
+	if len(b) == 0 {
+		return a
+	}
+	all := maps.Clone(b)
+	for k, v := range a {
+		if _, ok := all[k]; !ok {
+			all[k] = v
+		}
+	}
+	return all
+}
+
+// hopeless settles a message that must not be sent: malformed, invalid or expired.
+func (d *Dispatcher) hopeless(ctx context.Context, q *Queue, m *message, bad error, now time.Time) (bool, error) {
+	switch {
+	case bad != nil:
+		r := failed(codeInvalid, bad.Error())
+		return true, d.reject(ctx, q, m, r, &deadLetter{reason: deadMalformed, err: bad.Error()})
+	case m.expired(now):
+		q.outcomes[outcomeDeadline].Add(1)
+		return true, d.reject(ctx, q, m, failed(codeDeadline, "deadline exceeded"), nil)
+	}
+	if err := m.invalid(); err != nil {
+		return true, d.reject(ctx, q, m, failed(codeInvalid, err.Error()), nil)
+	}
+	return false, nil
+}
+
+// reject settles a message that is still in its queue.
+func (d *Dispatcher) reject(ctx context.Context, q *Queue, m *message, r result, dead *deadLetter) error {
+	if d.cfg.DryRun {
+		d.log.Info("dry run: this would be rejected", "id", m.id, "code", r.ErrorCode, "why", r.ErrorMessage)
+		return nil
+	}
+	e := settlement{queue: q, m: m, list: d.listOf(q, m), dead: dead}
+	if m.id != "" {
+		e.result = r.of(m, q, m.retries, "", d.cfg.ResultExtras, time.Now())
+	}
+	err := d.store.settle(ctx, e)
+	if errors.Is(err, errFenced) {
+		return nil // another dispatcher was quicker
+	}
+	if err == nil {
+		if dead != nil {
+			q.letter(dead.reason)
+		} else if r.ErrorCode == codeInvalid {
+			q.outcomes[outcomeFailed].Add(1)
+		}
+		d.step(Settled, m)
+	}
+	return err
+}
+
+// listOf is where the result of a message goes.
+func (d *Dispatcher) listOf(q *Queue, m *message) string {
+	if d.cfg.ResultPrecedence == "config" {
+		return cmp.Or(q.ResultQueue, m.results, d.transport.ResultQueue)
+	}
+	return cmp.Or(m.results, q.ResultQueue, d.transport.ResultQueue)
+}
+
+// oversizePatience is how long a request that is larger than what is free waits for more.
+const oversizePatience = 30 * time.Second
+
+// choose takes the longest prefix that fits, of those whose pools have a free worker.
+func (d *Dispatcher) choose(g *group, dec budget.Decision, all []head, now time.Time) []head {
+	taken := map[*workers]int64{}
+	of := map[*Queue]int{}
+	left := dec.Allowed
+	var chosen []head
+	for _, h := range all {
+		w := h.queue.workers
+		if taken[w] >= w.free.Load() || d.transport.BatchSize > 0 && of[h.queue] >= d.transport.BatchSize {
+			continue
+		}
+		if h.weight > left {
+			if len(chosen) == 0 && g.patience.Wait(h.queue.Name+h.m.gid, true, now) >= oversizePatience && dec.InFlight == 0 {
+				h.queue.oversize.Add(1)
+				g.patience.Reset()
+				return []head{h}
+			}
+			return chosen
+		}
+		left -= h.weight
+		taken[w]++
+		of[h.queue]++
+		chosen = append(chosen, h)
+	}
+	if len(chosen) > 0 {
+		g.patience.Reset()
+	}
+	return chosen
+}
+
+// admitted asks for cancellations, and the queues' gates.
+func (d *Dispatcher) admitted(ctx context.Context, chosen []head, now time.Time) ([]head, error) {
+	var asked []*message
+	for _, h := range chosen {
+		asked = append(asked, h.m)
+	}
+	cancelled, err := d.store.cancelled(ctx, asked)
+	if err != nil {
+		return nil, err
+	}
+	var going []head
+	for _, h := range chosen {
+		q := h.queue
+		if cancelled[h.m] {
+			if err := d.reject(ctx, q, h.m, failed(codeCancelled, "cancelled"), nil); err != nil {
+				return nil, err
+			}
+			continue
+		}
+		if q.gate.admit == nil {
+			going = append(going, h)
+			continue
+		}
+		said, err := q.gate.admit.apply(ctx, h.m, h.grant)
+		switch {
+		case err != nil:
+			q.decisions[gateError].Add(1)
+			d.log.Warn("a gate has failed", "queue", q.Name, "err", err)
+		case said == proceed:
+			going = append(going, h)
+			continue
+		case said == drop:
+			q.decisions[gateDropped].Add(1)
+			h.grant.release(ctx)
+			if err := d.reject(ctx, q, h.m, h.grant.dropped, nil); err != nil {
+				return nil, err
+			}
+			continue
+		default:
+			q.decisions[gateQuota].Add(1)
+		}
+		h.grant.release(ctx)
+		d.hold(q, h.m, now)
+		d.nudge() // others may go in its place
+	}
+	return going, nil
+}
+
+// maxHolds bounds how many messages of a queue are passed over.
+const maxHolds = 1000
+
+// hold passes a message over for a while. Only the round's goroutine calls it.
+func (d *Dispatcher) hold(q *Queue, m *message, now time.Time) {
+	if len(q.holds) < maxHolds {
+		q.holds[m.gid] = now.Add(min(d.cfg.RefuseHold, max(0, m.deadline.Sub(now))))
+	}
+}
+
+// launch claims messages and begins to work on them.
+func (d *Dispatcher) launch(ctx context.Context, g *group, chosen []head) error {
+	byQueue := map[*Queue][]head{}
+	for _, h := range chosen {
+		byQueue[h.queue] = append(byQueue[h.queue], h)
+	}
+	var failed error
+	for q, heads := range byQueue {
+		var all []*message
+		grants := map[*message]head{}
+		for _, h := range heads {
+			all = append(all, h.m)
+			grants[h.m] = h
+		}
+		claimed, err := d.store.claim(ctx, q, all, d.cfg.LeaseTTL)
+		if err != nil {
+			failed = errors.Join(failed, err) // what was claimed all the same comes back when its lease ends
+		}
+		for _, l := range claimed {
+			h := grants[l.m]
+			delete(grants, l.m)
+			d.step(Claimed, l.m)
+			if l.delivery > 1 {
+				q.redelivered.Add(1)
+			}
+			q.workers.free.Add(-1)
+			g.budget.Sent(l.token, h.weight, time.Now())
+			working, cancel := context.WithCancelCause(d.requests)
+			d.mu.Lock()
+			d.held[l] = cancel
+			d.mu.Unlock()
+			d.working.Go(func() { d.work(working, l, h.grant) })
+		}
+		for _, h := range grants {
+			h.grant.release(ctx)
+		}
+	}
+	return failed
+}
+
+// done forgets a lease, whatever became of it.
+func (d *Dispatcher) done(l *lease, g *grant) {
+	g.release(context.WithoutCancel(d.requests))
+	l.queue.group.budget.Ended(l.token)
+	d.mu.Lock()
+	d.held[l](nil)
+	delete(d.held, l)
+	d.mu.Unlock()
+	l.queue.workers.free.Add(1)
+	d.nudge()
+}
+
+// tell logs what opens and closes a gate.
+func (d *Dispatcher) tell(g *group, dec budget.Decision) {
+	if closed := dec.State != budget.Open; closed != g.closed {
+		g.closed = closed
+		d.log.Info("gate", "group", g.name, "state", dec.State.String(), "d", dec.D, "b", dec.B, "max_sys", dec.MaxSys, "n", dec.N, "ledger", dec.Ledger)
+	}
+}
