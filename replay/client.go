@@ -37,6 +37,7 @@ type result struct {
 	outcome outcome
 	detail  string        // why it was shed, or how it failed
 	worker  string        // X-Spillway-Worker, or empty
+	best    int           // prompt tokens that any worker had cached, -1 if not known
 	sent    bool          // it reached a socket, lag is set
 	lag     time.Duration // from due to the first byte being handed to the socket
 	end     time.Time
@@ -48,6 +49,7 @@ type client struct {
 	header    http.Header // of every request; read-only
 	bodies    bodyMaker
 	selector  *selector // nil if target is what answers
+	oracle    *oracle   // nil if nobody is asked for the best
 	transport *http.Transport
 	streams   sync.Pool // of *reading
 	timeout   time.Duration
@@ -81,6 +83,7 @@ func newClient(cfg Config) (*client, error) {
 			WriteBufferSize: 64 << 10,
 		},
 	}
+	c.oracle = newOracle(cfg.OracleURL, c.transport)
 	if cfg.Via == viaSelect {
 		if cfg.Tokenize == nil {
 			return nil, errors.New("replay: via: there is no tokenizer")
@@ -104,6 +107,8 @@ func (c *client) send(ctx context.Context, b built, due time.Time, done func(res
 	defer c.streams.Put(r)
 	r.stream.reset()
 
+	best := c.oracle.ask(ctx, b.body)
+
 	// Headers and the begin of the body are written to the socket together right after this hook.
 	var mu sync.Mutex // the transport's writer may still run when RoundTrip has returned
 	var written time.Time
@@ -124,7 +129,7 @@ func (c *client) send(ctx context.Context, b built, due time.Time, done func(res
 			res = c.exchange(traced, b, r, chosen)
 		}
 	}
-	res.end = time.Now()
+	res.end, res.best = time.Now(), best
 	mu.Lock()
 	res.sent, res.lag = !written.IsZero(), written.Sub(due)
 	mu.Unlock()

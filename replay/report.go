@@ -55,9 +55,11 @@ type Report struct {
 	PromptTokens int     `json:"prompt_tokens"` // of completed requests, as the endpoint counts
 	OutputTokens int     `json:"output_tokens"`
 	CachedTokens int     `json:"cached_tokens"`
-	CachedShare  float64 `json:"cached_share"`  // of PromptTokens
-	WithoutUsage int     `json:"without_usage"` // completed; counted from the trace and events
-	TooShort     int     `json:"too_short"`     // completed with fewer output tokens than asked for
+	CachedShare  float64 `json:"cached_share"`        // of PromptTokens
+	EndlessShare float64 `json:"endless_cache_share"` // what one worker that forgets nothing could find of all scheduled prompts
+	Oracle       *Oracle `json:"oracle,omitempty"`    // if a worker was asked
+	WithoutUsage int     `json:"without_usage"`       // completed; counted from the trace and events
+	TooShort     int     `json:"too_short"`           // completed with fewer output tokens than asked for
 
 	Lifecycle *Lifecycle `json:"lifecycle,omitempty"` // of reservations, if the selection service was asked
 
@@ -138,6 +140,7 @@ func newReport(r *run, interrupted bool) Report {
 		TTFT: quantiles(&t.ttft), ITL: quantiles(&t.itl), SendLag: quantiles(&t.lag),
 		PromptTokens: t.all.prompt, OutputTokens: t.all.output, CachedTokens: t.cachedTokens,
 		CachedShare:  over(float64(t.cachedTokens), float64(t.all.prompt)),
+		EndlessShare: endlessCacheShare(r.reqs), Oracle: t.oracle.report(),
 		WithoutUsage: t.withoutUsage, TooShort: t.tooShort,
 		Workers: shares(t.workers, total(t.workers)), CPU: newCPU(r.cpuUsed),
 	}

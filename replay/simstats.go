@@ -17,6 +17,8 @@ type SimStats struct {
 	StepP50MS *float64 `json:"step_lateness_p50_ms"` // nil if not known
 	StepP99MS *float64 `json:"step_lateness_p99_ms"`
 	StepMaxMS *float64 `json:"step_lateness_max_ms"`
+	Computed  uint64   `json:"prefill_tokens_computed"`
+	Cached    uint64   `json:"prefill_tokens_cached"`
 	Error     string   `json:"error,omitempty"` // why not known
 }
 
@@ -60,6 +62,8 @@ func oneSim(ctx context.Context, client *http.Client, at string) (SimStats, erro
 	}
 	var body struct {
 		Lateness *struct{ P50, P99, Max float64 } `json:"step_lateness_ms"`
+		Computed uint64                           `json:"prefill_tokens_computed"`
+		Cached   uint64                           `json:"prefill_tokens_cached"`
 	}
 	if err := json.NewDecoder(io.LimitReader(resp.Body, 8<<20)).Decode(&body); err != nil {
 		return s, err
@@ -67,6 +71,7 @@ func oneSim(ctx context.Context, client *http.Client, at string) (SimStats, erro
 	if body.Lateness == nil {
 		return s, errors.New("no step_lateness_ms in the answer")
 	}
+	s.Computed, s.Cached = body.Computed, body.Cached
 	s.StepP50MS, s.StepP99MS, s.StepMaxMS = &body.Lateness.P50, &body.Lateness.P99, &body.Lateness.Max
 	return s, nil
 }

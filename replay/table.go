@@ -96,6 +96,11 @@ func (r Report) rateRows(t *table) {
 	t.row("goodput", "%s (met SLO, over %.1f s from first to last due)", r.Goodput, r.WindowSeconds)
 	t.row("drain rate", "%s (completed, over %.1f s until the last completion)", r.Drain, r.TotalSeconds)
 	t.row("cached", "%d of %d prompt tokens %s", r.CachedTokens, r.PromptTokens, percent(r.CachedTokens, r.PromptTokens))
+	t.row("", "%.1f%% could be in a cache that forgets nothing", 100*r.EndlessShare)
+	if o := r.Oracle; o != nil {
+		t.row("oracle", "%d tokens (%.1f%%) were cached on some rank when their request came, of which %.1f%% were found (%d requests, %d not known)",
+			o.BestTokens, 100*o.BestShare, 100*o.OfBest, o.Requests, o.Unknown)
+	}
 	if r.WithoutUsage > 0 {
 		t.row("without usage", "%d completed; their tokens are from the trace and counted events", r.WithoutUsage)
 	}
@@ -129,7 +134,7 @@ func (r Report) runRows(t *table) {
 			t.row("step lateness", "%s: unknown: %s", s.URL, s.Error)
 			continue
 		}
-		t.row("step lateness", "%s: p50 %s, p99 %s, max %s", s.URL, duration(*s.StepP50MS), duration(*s.StepP99MS), duration(*s.StepMaxMS))
+		t.row("step lateness", "%s: p50 %s, p99 %s, max %s; prefilled %d tokens, %d from the cache", s.URL, duration(*s.StepP50MS), duration(*s.StepP99MS), duration(*s.StepMaxMS), s.Computed, s.Cached)
 	}
 	t.row("validity:", "%s", r.Validity)
 }

@@ -36,11 +36,12 @@ type sums struct {
 	ttft, itl, lag Histogram
 	ttftByISL      [len(islBounds) + 1]Histogram
 
-	good                   tokens // of requests that met the objectives
-	all                    tokens // of completed ones
-	cachedTokens           int    // of completed ones
-	missedTTFT, missedITL  int    // of completed ones
-	withoutUsage, tooShort int    // of completed ones
+	good                   tokens  // of requests that met the objectives
+	all                    tokens  // of completed ones
+	cachedTokens           int     // of completed ones
+	missedTTFT, missedITL  int     // of completed ones
+	withoutUsage, tooShort int     // of completed ones
+	oracle                 *Oracle // nil if nobody is asked
 }
 
 // tokens counts requests and their tokens.
@@ -54,9 +55,13 @@ func (t *tokens) add(u usage) {
 
 func newTally(cfg Config) *tally {
 	limit, _ := ParseTTFT(cfg.SLOTTFT) // Validate has seen it
-	return &tally{limitTTFT: limit, limitITL: cfg.SLOITL, sums: sums{
+	t := &tally{limitTTFT: limit, limitITL: cfg.SLOITL, sums: sums{
 		shedBy: map[string]int{}, failedBy: map[string]int{}, workers: map[string]int{},
 	}}
+	if cfg.OracleURL != "" {
+		t.oracle = &Oracle{}
+	}
+	return t
 }
 
 // offer counts a request that has become due. Requests come in order of due.
@@ -91,7 +96,7 @@ func (t *tally) add(req *Request, due time.Time, res result, s *stream) {
 	}
 	switch res.outcome {
 	case completed:
-		t.complete(req, due, res.end, s, p99)
+		t.complete(req, due, res, s, p99)
 	case shed:
 		count(t.shedBy, res.detail)
 	case failed:
@@ -103,8 +108,12 @@ func (t *tally) add(req *Request, due time.Time, res result, s *stream) {
 	}
 }
 
-func (t *tally) complete(req *Request, due, end time.Time, s *stream, gapP99 time.Duration) {
+func (t *tally) complete(req *Request, due time.Time, res result, s *stream, gapP99 time.Duration) {
+	end := res.end
 	t.completed++
+	if t.oracle != nil {
+		t.oracle.add(res.best, s)
+	}
 	if end.After(t.lastEnd) {
 		t.lastEnd = end
 	}

@@ -132,6 +132,20 @@ func TestCachedTokensOfAConversation(t *testing.T) {
 	if u := decode[reply](t, data).Usage; u.Prompt != 107+64+1+6+3 || u.Details.Cached != 160 {
 		t.Errorf("second turn: usage %+v, want 181 tokens, 160 of them cached", u)
 	}
+	// What the next one could find, told without a trace of having asked.
+	for body, want := range map[string]string{
+		`{"max_tokens":1,"messages":[` + next + `]}`:      `{"prompt_tokens":181,"cached_tokens":176,"workers":[{"worker":0,"ranks":[176]}]}`,
+		`{"prompt":"` + strings.Repeat("else", 40) + `"}`: `{"prompt_tokens":40,"cached_tokens":0,"workers":[{"worker":0,"ranks":[0]}]}`,
+	} {
+		if _, data = post(t, url+"/sim/prefix", body); strings.TrimSpace(string(data)) != want {
+			t.Errorf("/sim/prefix says %s, want %s", data, want)
+		}
+	}
+	for _, bad := range []string{`{}`, `{"prompt":""}`, `{"prompt":["a","b"]}`, `{"prompt":{}}`, `[`} {
+		if code, data := post(t, url+"/sim/prefix", bad); code != 400 {
+			t.Errorf("/sim/prefix of %s: %d %s, want 400", bad, code, data)
+		}
+	}
 	if s := statsOf(t, url); s.Cached != 160 || s.Computed != 107+181-160 {
 		t.Errorf("stats = %+v", s)
 	}

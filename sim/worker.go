@@ -54,6 +54,7 @@ func (w *worker) routes() http.Handler {
 	for pattern, h := range map[string]handler{ // no fault keeps these from answering
 		"GET /sim/stats":    w.server.stats,
 		"GET /sim/cache":    w.server.cache,
+		"POST /sim/prefix":  w.prefix,
 		"GET /sim/fault":    w.server.faultStates,
 		"POST /sim/fault":   w.setFault,
 		"DELETE /sim/fault": w.clearFaults,

@@ -78,6 +78,20 @@ func (e *Engine) Cached(yield func(hash, parent uint64, hasParent bool)) {
 	}
 }
 
+// CachedPrefix is how many leading tokens of a prompt a request submitted now would find in the prefix
+// cache, were it admitted at once: those of complete blocks that are computed or about to be for a
+// request before it, without the last token, which is always computed. It changes nothing.
+func (e *Engine) CachedPrefix(prompt []uint32) int {
+	s := sequence{prompt: prompt, prefillTokens: len(prompt)}
+	e.bytes = s.hash(e.reusable(&s), e.cfg.BlockSize, e.bytes)
+	for n, hash := range s.hashes {
+		if _, ok := e.pool.named[hash]; !ok {
+			return n * e.cfg.BlockSize
+		}
+	}
+	return len(s.hashes) * e.cfg.BlockSize
+}
+
 // ClearCache forgets all reusable blocks, if no request holds any block; else it changes nothing
 // and returns false, as vLLM does.
 func (e *Engine) ClearCache(now time.Time) bool {

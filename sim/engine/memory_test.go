@@ -82,9 +82,13 @@ func TestPrefixReuse(t *testing.T) {
 			e := must(engine.New(base(), start))
 			submit(t, e, 0, engine.Request{ID: 1, Prompt: tt.first, Output: tt.output})
 			history(t, e)
+			foreseen := e.CachedPrefix(tt.second)
 			submit(t, e, 1000, engine.Request{ID: 2, Prompt: tt.second, Output: prompt(7, 1)})
 			due, _ := e.Next()
 			evs := e.Advance(due, nil)
+			if foreseen != tt.want {
+				t.Errorf("CachedPrefix() = %d, want %d", foreseen, tt.want)
+			}
 			if got := evs[0].CachedTokens; got != tt.want {
 				t.Errorf("cached tokens = %d, want %d", got, tt.want)
 			}

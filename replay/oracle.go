@@ -1,0 +1,140 @@
+package replay
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"time"
+)
+
+// oracleLimit bounds one question. The request waits for the answer: once it is under way, its own
+// blocks are in the cache.
+const oracleLimit = time.Second
+
+// oracle asks simulated workers what they have cached of a prompt. It is safe for concurrent use.
+type oracle struct {
+	url       string
+	transport *http.Transport
+}
+
+func newOracle(base string, transport *http.Transport) *oracle {
+	if base == "" {
+		return nil
+	}
+	return &oracle{strings.TrimRight(base, "/") + "/sim/prefix", transport}
+}
+
+// ask returns the most prompt tokens that any rank has cached, or -1 if that cannot be had.
+func (o *oracle) ask(ctx context.Context, body []byte) int {
+	if o == nil {
+		return -1
+	}
+	ctx, cancel := context.WithTimeout(ctx, oracleLimit)
+	defer cancel()
+	n, err := o.cached(ctx, body)
+	if err != nil {
+		return -1
+	}
+	return n
+}
+
+func (o *oracle) cached(ctx context.Context, body []byte) (int, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, o.url, bytes.NewReader(body))
+	if err != nil {
+		return 0, err
+	}
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := o.transport.RoundTrip(req)
+	if err != nil {
+		return 0, err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return 0, fmt.Errorf("status %d", resp.StatusCode)
+	}
+	text, err := io.ReadAll(io.LimitReader(resp.Body, 1<<20))
+	if err != nil {
+		return 0, err
+	}
+	var answer struct {
+		Cached *int `json:"cached_tokens"`
+	}
+	if err := json.Unmarshal(text, &answer); err != nil {
+		return 0, err
+	}
+	if answer.Cached == nil {
+		return 0, errors.New("no cached_tokens in the answer")
+	}
+	return *answer.Cached, nil
+}
+
+// Oracle compares the cache hits of a run with the best there was: at each arrival, the longest
+// cached prefix on any rank. It counts completed requests for which both are known.
+type Oracle struct {
+	Requests     int     `json:"requests"`
+	Unknown      int     `json:"unknown"`       // completed, but the workers could not be asked, or told no usage
+	CachedTokens int     `json:"cached_tokens"` // that the requests found
+	BestTokens   int     `json:"best_tokens"`   // that any rank had
+	BestShare    float64 `json:"best_share"`    // of their prompt tokens
+	OfBest       float64 `json:"of_best"`       // CachedTokens over BestTokens
+
+	prompt int
+}
+
+func (o *Oracle) add(best int, s *stream) {
+	if best < 0 || !s.hasUsage {
+		o.Unknown++
+		return
+	}
+	o.Requests++
+	o.CachedTokens += s.usage.Details.CachedTokens
+	o.BestTokens += best
+	o.prompt += s.usage.PromptTokens
+}
+
+func (o *Oracle) report() *Oracle {
+	if o == nil {
+		return nil
+	}
+	r := *o
+	r.BestShare = over(float64(r.BestTokens), float64(r.prompt))
+	r.OfBest = over(float64(r.CachedTokens), float64(r.BestTokens))
+	return &r
+}
+
+// endlessCacheShare is what of the prompt tokens one worker could find cached that never forgets
+// anything and has computed each prompt before the next one comes: a bound for any choice of
+// workers. Prompts are taken in the order of reqs.
+func endlessCacheShare(reqs []Request) float64 {
+	type node struct {
+		parent int
+		block  uint64
+	}
+	seen := map[node]int{}
+	prompt, cached := 0, 0
+	for i := range reqs {
+		r := &reqs[i]
+		prompt += r.ISLTokens
+		if r.Blocks == nil {
+			continue // shares nothing
+		}
+		at, hit := 0, true
+		for n, b := range r.Blocks {
+			next, known := seen[node{at, b}]
+			if hit = hit && known; hit {
+				cached += min(BlockTokens, r.ISLTokens-n*BlockTokens)
+			}
+			if !known {
+				next = len(seen) + 1
+				seen[node{at, b}] = next
+			}
+			at = next
+		}
+	}
+	return over(float64(cached), float64(prompt))
+}
