@@ -107,7 +107,7 @@ func (c *client) send(ctx context.Context, b built, due time.Time, done func(res
 	defer c.streams.Put(r)
 	r.stream.reset()
 
-	best := c.oracle.ask(ctx, b.body)
+	best := c.oracle.ask(ctx, b.body, due)
 
 	// Headers and the begin of the body are written to the socket together right after this hook.
 	var mu sync.Mutex // the transport's writer may still run when RoundTrip has returned

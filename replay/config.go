@@ -61,7 +61,7 @@ type Config struct {
 
 	PIDs      []string `koanf:"pids" usage:"processes whose CPU seconds over the run to report"`
 	StatsURLs []string `koanf:"stats-url" usage:"base URLs of simulated workers, or full URLs of their /sim/stats, whose step lateness to report"`
-	OracleURL string   `koanf:"oracle-url" usage:"base URL of a simulated worker, which is asked right before each request how much of its prompt any worker of its process has cached: the best that a choice of worker could have found"`
+	OracleURL string   `koanf:"oracle-url" usage:"base URL of a simulated worker, which is asked 50 ms before each request how much of its prompt any worker of its process has cached: the best that a choice of worker could have found"`
 	JSON      string   `koanf:"json" usage:"file to write the report to as JSON; - prints it instead of the table"`
 	Progress  bool     `koanf:"progress" usage:"print a line every 5 seconds on standard error"`
 

@@ -12,9 +12,12 @@ import (
 	"time"
 )
 
-// oracleLimit bounds one question. The request waits for the answer: once it is under way, its own
-// blocks are in the cache.
-const oracleLimit = time.Second
+// The oracle is asked a little ahead of the request, which waits for the answer: once it is under way,
+// its own blocks are in the cache.
+const (
+	oracleLead  = 50 * time.Millisecond
+	oracleLimit = time.Second
+)
 
 // oracle asks simulated workers what they have cached of a prompt. It is safe for concurrent use.
 type oracle struct {
@@ -29,11 +32,21 @@ func newOracle(base string, transport *http.Transport) *oracle {
 	return &oracle{strings.TrimRight(base, "/") + "/sim/prefix", transport}
 }
 
-// ask returns the most prompt tokens that any rank has cached, or -1 if that cannot be had.
-func (o *oracle) ask(ctx context.Context, body []byte) int {
+// lead is how long before a request is due the oracle is asked about it.
+func (o *oracle) lead() time.Duration {
+	if o == nil {
+		return 0
+	}
+	return oracleLead
+}
+
+// ask returns the most prompt tokens that any rank has cached, or -1 if that cannot be had, but not
+// before due.
+func (o *oracle) ask(ctx context.Context, body []byte, due time.Time) int {
 	if o == nil {
 		return -1
 	}
+	defer func() { wait(ctx, due) }()
 	ctx, cancel := context.WithTimeout(ctx, oracleLimit)
 	defer cancel()
 	n, err := o.cached(ctx, body)
@@ -41,6 +54,16 @@ func (o *oracle) ask(ctx context.Context, body []byte) int {
 		return -1
 	}
 	return n
+}
+
+// wait returns at due, or when ctx ends.
+func wait(ctx context.Context, due time.Time) {
+	timer := time.NewTimer(time.Until(due))
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
 }
 
 func (o *oracle) cached(ctx context.Context, body []byte) (int, error) {

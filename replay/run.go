@@ -11,8 +11,8 @@ import (
 )
 
 const (
-	builtAhead    = 32                    // request bodies kept ready
-	lead          = 20 * time.Millisecond // before the start of the run, to have them ready
+	builtAhead    = 32                               // request bodies kept ready
+	lead          = 20*time.Millisecond + oracleLead // before the start of the run, to have them ready
 	progressEvery = 5 * time.Second
 )
 
@@ -113,7 +113,7 @@ func (r *run) dispatch(ctx context.Context, ready <-chan built) {
 			r.cpu.start(time.Now())
 		}
 		due := start.Add(b.req.At)
-		timer.Reset(time.Until(due))
+		timer.Reset(time.Until(due.Add(-r.client.oracle.lead())))
 		select {
 		case <-timer.C:
 		case <-ctx.Done():

@@ -3,6 +3,8 @@ package sim
 import (
 	"encoding/json"
 	"net/http"
+
+	"spillway/sim/engine"
 )
 
 // prefix serves POST /sim/prefix, the same on every worker of the process: how many leading tokens
@@ -36,11 +38,12 @@ func (w *worker) prefix(rw http.ResponseWriter, r *http.Request) error {
 		Worker int   `json:"worker"`
 		Ranks  []int `json:"ranks"`
 	}
+	hashes := engine.PrefixHashes(nil, prompt, w.server.cfg.BlockSize)
 	most, all := 0, make([]workerPrefix, len(w.server.workers))
 	for i, o := range w.server.workers {
 		all[i].Worker = i
 		for _, r := range o.ranks {
-			n := r.cachedPrefix(prompt)
+			n := r.cachedPrefix(hashes) * w.server.cfg.BlockSize
 			all[i].Ranks = append(all[i].Ranks, n)
 			most = max(most, n)
 		}
@@ -52,8 +55,8 @@ func (w *worker) prefix(rw http.ResponseWriter, r *http.Request) error {
 	}{len(prompt), most, all})
 }
 
-func (r *rank) cachedPrefix(prompt []uint32) int {
+func (r *rank) cachedPrefix(hashes []uint64) int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.eng.CachedPrefix(prompt)
+	return r.eng.CachedPrefix(hashes)
 }

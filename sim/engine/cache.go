@@ -78,18 +78,23 @@ func (e *Engine) Cached(yield func(hash, parent uint64, hasParent bool)) {
 	}
 }
 
-// CachedPrefix is how many leading tokens of a prompt a request submitted now would find in the prefix
-// cache, were it admitted at once: those of complete blocks that are computed or about to be for a
-// request before it, without the last token, which is always computed. It changes nothing.
-func (e *Engine) CachedPrefix(prompt []uint32) int {
-	s := sequence{prompt: prompt, prefillTokens: len(prompt)}
-	e.bytes = s.hash(e.reusable(&s), e.cfg.BlockSize, e.bytes)
-	for n, hash := range s.hashes {
+// PrefixHashes appends to dst what CachedPrefix looks for: the hashes of the blocks of a prompt that may
+// come from the cache, which are the complete ones without the last token.
+func PrefixHashes(dst []uint64, prompt []uint32, blockSize int) []uint64 {
+	s := sequence{prompt: prompt, hashes: dst[:0]}
+	s.hash((len(prompt)-1)/blockSize, blockSize, nil)
+	return s.hashes
+}
+
+// CachedPrefix is how many leading blocks a request submitted now would find in the prefix cache, were
+// it admitted at once: those that are computed or about to be for a request before it.
+func (e *Engine) CachedPrefix(hashes []uint64) int {
+	for n, hash := range hashes {
 		if _, ok := e.pool.named[hash]; !ok {
-			return n * e.cfg.BlockSize
+			return n
 		}
 	}
-	return len(s.hashes) * e.cfg.BlockSize
+	return len(hashes)
 }
 
 // ClearCache forgets all reusable blocks, if no request holds any block; else it changes nothing

@@ -82,7 +82,7 @@ func TestPrefixReuse(t *testing.T) {
 			e := must(engine.New(base(), start))
 			submit(t, e, 0, engine.Request{ID: 1, Prompt: tt.first, Output: tt.output})
 			history(t, e)
-			foreseen := e.CachedPrefix(tt.second)
+			foreseen := 4 * e.CachedPrefix(engine.PrefixHashes(nil, tt.second, 4))
 			submit(t, e, 1000, engine.Request{ID: 2, Prompt: tt.second, Output: prompt(7, 1)})
 			due, _ := e.Next()
 			evs := e.Advance(due, nil)
