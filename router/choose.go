@@ -4,20 +4,31 @@ import "math"
 
 // Costs that are not a number belong to candidates that cannot be chosen.
 
-// lowest returns the first candidate of the lowest cost, -1 if there is none, and how many have
-// exactly that cost.
-func lowest(costs []float64) (first, ties int) {
-	first, best := -1, math.Inf(1)
-	for i, c := range costs {
-		if c < best {
-			first, best, ties = i, c, 1
-		} else if c == best {
-			if ties++; first < 0 { // infinite
-				first = i
-			}
-		}
+// minimum is the lowest cost of some candidates: the first that has it, -1 if there is none, and
+// how many have exactly that.
+type minimum struct {
+	cost        float64
+	first, ties int
+}
+
+// nobody is the minimum of no candidates.
+func nobody() minimum { return minimum{math.Inf(1), -1, 0} }
+
+// add takes candidate i into account. It comes after those before it.
+func (m *minimum) add(i int, cost float64) {
+	if cost < m.cost || m.first < 0 && cost == m.cost { // infinite
+		*m = minimum{cost, i, 1}
+	} else if cost == m.cost {
+		m.ties++
 	}
-	return first, ties
+}
+
+func lowest(costs []float64) minimum {
+	m := nobody()
+	for i, c := range costs {
+		m.add(i, c)
+	}
+	return m
 }
 
 // nth returns candidate n, from 0, of those with that cost.
@@ -38,11 +49,15 @@ func nth(costs []float64, cost float64, n int) int {
 // e^(1/temperature) times as likely as the worst, whatever their distance, and others between
 // them by where between them they are. temperature is above 0; weights is scratch, as long as costs.
 func draw(costs, weights []float64, temperature, u float64) int {
-	best, ties := lowest(costs)
-	if best < 0 {
+	return drawAbove(lowest(costs), costs, weights, temperature, u)
+}
+
+// drawAbove is draw where the lowest of costs is known.
+func drawAbove(best minimum, costs, weights []float64, temperature, u float64) int {
+	if best.first < 0 {
 		return -1
 	}
-	low, high := costs[best], math.Inf(-1)
+	low, high := best.cost, math.Inf(-1)
 	for _, c := range costs {
 		if c > high {
 			high = c
@@ -54,14 +69,20 @@ func draw(costs, weights []float64, temperature, u float64) int {
 	}
 	scale := (high/unit - low/unit) * temperature
 	if !(scale > 0) { // all are equal, or as good as
-		return nth(costs, low, min(int(u*float64(ties)), ties-1))
+		return nth(costs, low, min(int(u*float64(best.ties)), best.ties-1))
 	}
-	sum := 0.0
+	sum, weights := 0.0, weights[:len(costs)]
 	for i, c := range costs {
-		if weights[i] = 0; c >= low {
-			weights[i] = math.Exp(-(c/unit - low/unit) / scale)
-			sum += weights[i]
+		w := 0.0
+		if c >= low {
+			distance := c - low
+			if unit != 1 { // seldom: a division is as dear as all else but Exp
+				distance = c/unit - low/unit
+			}
+			w = math.Exp(-distance / scale)
+			sum += w
 		}
+		weights[i] = w
 	}
 	last, left := -1, u*sum
 	for i, w := range weights {

@@ -86,20 +86,20 @@ func TestDrawAgrees(t *testing.T) {
 
 // TestLowest is rows 44 and 45.
 func TestLowest(t *testing.T) {
-	if i, ties := lowest([]float64{18, 10, 11}); i != 1 || ties != 1 {
-		t.Errorf("lowest(18, 10, 11) = %d of %d, want 1 of 1", i, ties)
+	if m := lowest([]float64{18, 10, 11}); m.first != 1 || m.ties != 1 {
+		t.Errorf("lowest(18, 10, 11) = %+v, want 1 of 1", m)
 	}
-	if i, ties := lowest([]float64{math.NaN(), math.Inf(1), math.Inf(1)}); i != 1 || ties != 2 {
-		t.Errorf("lowest(NaN, Inf, Inf) = %d of %d, want 1 of 2", i, ties)
+	if m := lowest([]float64{math.NaN(), math.Inf(1), math.Inf(1)}); m.first != 1 || m.ties != 2 {
+		t.Errorf("lowest(NaN, Inf, Inf) = %+v, want 1 of 2", m)
 	}
-	if i, _ := lowest([]float64{math.NaN()}); i != -1 {
-		t.Errorf("lowest(NaN) = %d, want -1", i)
+	if m := lowest([]float64{math.NaN()}); m.first != -1 {
+		t.Errorf("lowest(NaN) = %+v, want -1", m)
 	}
 	rng, counts := rand.New(rand.NewPCG(1, 1)), [3]int{}
 	for range 30000 {
 		costs := []float64{5, 5, 7, 5}
-		i, ties := lowest(costs)
-		switch nth(costs, costs[i], rng.IntN(ties)) {
+		m := lowest(costs)
+		switch nth(costs, m.cost, rng.IntN(m.ties)) {
 		case 0:
 			counts[0]++
 		case 1:

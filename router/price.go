@@ -114,27 +114,31 @@ func (x *pricing) creditFactor(prefill float64) float64 {
 	return 1 / (1 + float64(x.CreditDecay*backlog)/x.length)
 }
 
-// price fills in the costs of all candidates.
+// price fills in the costs of all candidates and finds the lowest.
 func (s *scheduler) price(q *Query, x *pricing) {
+	s.lowest = nobody()
 	i := 0
 	for _, st := range s.stretches {
 		from, to := int(st.first), int(st.first+st.n)
 		costs := s.costs[i : i+int(st.n)]
+		if x.rare {
+			for j := range costs {
+				costs[j] = s.terms(q, x, st.first+int32(j), st.factor).Cost
+				s.lowest.add(i+j, costs[j])
+			}
+		} else if m := x.quick(costs, s.board.Loads[from:to], s.board.Held[from:to], s.credit[from:to], st.factor); m.cost < s.lowest.cost || s.lowest.first < 0 && m.first >= 0 {
+			s.lowest = minimum{m.cost, i + m.first, m.ties}
+		} else if m.cost == s.lowest.cost {
+			s.lowest.ties += m.ties
+		}
 		i += len(costs)
-		if !x.rare {
-			x.quick(costs, s.board.Loads[from:to], s.board.Held[from:to], s.credit[from:to], st.factor)
-			continue
-		}
-		for j := range costs {
-			costs[j] = s.terms(q, x, st.first+int32(j), st.factor).Cost
-		}
 	}
 }
 
 // quick is the cost of terms for many ranks, but for a shared cache, for workers that only decode
-// and for more cached than the prompt has. Products are rounded on their own, so that both come to
-// the same number where machines can multiply and add at once.
-func (x *pricing) quick(costs []float64, loads []tracker.Figures, held []uint32, credits []float64, factor float64) {
+// and for more cached than the prompt has. It returns the lowest. Products are rounded on their own,
+// so that both come to the same number where machines can multiply and add at once.
+func (x *pricing) quick(costs []float64, loads []tracker.Figures, held []uint32, credits []float64, factor float64) minimum {
 	scale, weight, isl, blocks, block := x.Scale, x.Requests, float64(x.isl), int64(x.blocks), x.block
 	if !x.TrackPrefill {
 		scale = 0
@@ -143,7 +147,9 @@ func (x *pricing) quick(costs []float64, loads []tracker.Figures, held []uint32,
 	if x.tokens&(x.tokens-1) == 0 {
 		inverse = 1 / block // of a power of two: to multiply by it is the same, and quicker
 	}
+	whole := float64(blocks)
 	loads, held, credits = loads[:len(costs)], held[:len(costs)], credits[:len(costs)]
+	least := nobody()
 	for i := range costs {
 		l := &loads[i]
 		raw := l.PrefillTokens + isl
@@ -152,12 +158,20 @@ func (x *pricing) quick(costs []float64, loads []tracker.Figures, held []uint32,
 		} else {
 			raw /= block
 		}
-		cost := l.DecodeBlocks + float64(blocks-int64(held[i]))
-		if left := raw - credits[i]; left > 0 {
-			cost += float64(scale * left)
+		decode := l.DecodeBlocks + whole
+		if held[i] != 0 { // few do
+			decode = l.DecodeBlocks + float64(blocks-int64(held[i]))
 		}
-		costs[i] = factor * (cost + float64(weight*l.Requests))
+		if left := raw - credits[i]; left > 0 {
+			decode += float64(scale * left)
+		}
+		cost := factor * (decode + float64(weight*l.Requests))
+		costs[i] = cost
+		if cost <= least.cost {
+			least.add(i, cost)
+		}
 	}
+	return least
 }
 
 // terms is how the cost of one rank comes about.

@@ -28,6 +28,7 @@ type scheduler struct {
 
 	stretches []stretch // of candidates
 	costs     []float64 // by candidate; not-a-number once it is known to have no room
+	lowest    minimum   // of costs
 	weights   []float64 // scratch of draw
 }
 
@@ -68,6 +69,7 @@ func (p *Partition) cheapestLocked(slots []int32, q *Query, marked bool, now tim
 			p.sweepLocked(q, marked)
 			swept = true
 		}
+		s.lowest = lowest(s.costs)
 	}
 }
 
@@ -76,13 +78,12 @@ func (p *Partition) chooseLocked(temperature float64) int {
 	s := &p.scheduler
 	if temperature > 0 {
 		s.weights = slices.Grow(s.weights[:0], len(s.costs))[:len(s.costs)]
-		return draw(s.costs, s.weights, temperature, p.rng.Float64())
+		return drawAbove(s.lowest, s.costs, s.weights, temperature, p.rng.Float64())
 	}
-	i, ties := lowest(s.costs)
-	if ties > 1 {
-		i = nth(s.costs, s.costs[i], p.rng.IntN(ties))
+	if m := s.lowest; m.ties > 1 {
+		return nth(s.costs, m.cost, p.rng.IntN(m.ties))
 	}
-	return i
+	return s.lowest.first
 }
 
 // errMoreRanks means that a worker has ranks which were not known.
