@@ -46,13 +46,11 @@ func (o *oracle) ask(ctx context.Context, body []byte, due time.Time) int {
 	if o == nil {
 		return -1
 	}
-	defer func() { wait(ctx, due) }()
-	ctx, cancel := context.WithTimeout(ctx, oracleLimit)
-	defer cancel()
 	n, err := o.cached(ctx, body)
 	if err != nil {
-		return -1
+		n = -1
 	}
+	wait(ctx, due)
 	return n
 }
 
@@ -67,6 +65,8 @@ func wait(ctx context.Context, due time.Time) {
 }
 
 func (o *oracle) cached(ctx context.Context, body []byte) (int, error) {
+	ctx, cancel := context.WithTimeout(ctx, oracleLimit)
+	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, o.url, bytes.NewReader(body))
 	if err != nil {
 		return 0, err

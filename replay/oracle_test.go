@@ -37,6 +37,9 @@ func TestOracle(t *testing.T) {
 	if !strings.Contains(table, "640 tokens (40.0%) were cached on some rank") {
 		t.Errorf("the table lacks the oracle:\n%s", table)
 	}
+	if rep.SendLag.P50MS == 0 {
+		t.Errorf("send lag = %v: the requests left before they were due", rep.SendLag)
+	}
 	if rep.EndlessShare != 0 {
 		t.Errorf("EndlessShare = %v of prompts that share nothing", rep.EndlessShare)
 	}
