@@ -71,6 +71,9 @@ type Server struct {
 	workers directory
 	access  accessLog
 	share   func(Booking) // or nil; set once, then read-only
+
+	caches    caches
+	tokenizer Tokenizer // set once, then read-only
 }
 
 // New returns a server that decides with r. Nothing runs yet; metrics are registered with reg,

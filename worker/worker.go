@@ -69,6 +69,9 @@ type Worker struct {
 	MaxConcurrency      uint32      `koanf:"max_concurrency"`
 	Taints              []string    `koanf:"taints"` // labels that requests can require or prefer
 	MaxModelLen         uint64      `koanf:"-"`      // tokens; learnt from the worker's /v1/models
+
+	KVEvents map[uint32]string `koanf:"-"` // by rank, where its engine publishes KV events; see CheckEventEndpoint
+	KVReplay map[uint32]string `koanf:"-"` // by rank, where it sends those again that were lost
 }
 
 // Normalize fills what was left out (ID, Name, Tenant, Engine, RankRouting) and checks the
@@ -147,6 +150,29 @@ func DefaultID(endpoint string) ID { return ID(xxh3.HashString(endpoint) &^ (1 <
 
 // Partition is where the worker belongs: that of its first model. It must have one.
 func (w *Worker) Partition() Partition { return Partition{Model: w.Models[0], Tenant: w.Tenant} }
+
+// PublishesKVEvents tells whether an endpoint for the KV events of each rank is known, so that all
+// that the worker caches can be heard of. One that declares no ranks has rank 0.
+func (w *Worker) PublishesKVEvents() bool {
+	for i := range max(w.DPSize, 1) {
+		if w.KVEvents[w.DPStart+i] == "" {
+			return false
+		}
+	}
+	return true
+}
+
+// AllPublishKVEvents tells whether a partition's KV events tell of all its caches, given its workers.
+// A single worker that publishes none would never be credited with what it has, so then what is
+// cached is concluded from decisions, for all workers alike.
+func AllPublishKVEvents(workers []*Worker) bool {
+	for _, w := range workers {
+		if !w.PublishesKVEvents() {
+			return false
+		}
+	}
+	return len(workers) > 0
+}
 
 // Serves tells whether the worker answers to the given model name.
 func (w *Worker) Serves(model string) bool {

@@ -1,0 +1,55 @@
+package proxy
+
+import (
+	"context"
+
+	"spillway/kvindex"
+	"spillway/worker"
+)
+
+// Prompt is a request whose tokens are wanted.
+type Prompt struct {
+	Partition worker.Partition // where it is decided
+	Served    string           // model name that workers are asked for
+	Chat      bool             // the body is one of chat completions, else of completions
+	Body      []byte           // as the client sent it, valid JSON; read-only, and good during the call only
+}
+
+// Tokens is what is known of the tokens of a prompt.
+type Tokens struct {
+	IDs   []uint32 // exactly those that the worker will see, or nil; read-only, since a cache may share them
+	Count uint64   // of them, 0 if it is not known either
+}
+
+// Tokenizer tells what tokens prompts become. Both functions may be called by many at a time.
+type Tokenizer struct {
+	// Tokenize returns the tokens of a prompt, as far as it finds them out in time. It returns no
+	// error: a request goes on without. ctx ends with the client's request.
+	Tokenize func(ctx context.Context, p Prompt) Tokens
+
+	// Counted is told what a worker has counted (usage.prompt_tokens) where Tokenize had told a Count.
+	Counted func(p worker.Partition, counted, actual uint64)
+}
+
+// TokenizeBy has t tell the tokens of prompts in mode kv, where they matter. It is called before Run.
+func (s *Server) TokenizeBy(t Tokenizer) { s.tokenizer = t }
+
+// IndexBy has what workers have cached decide too, in mode kv unless a cached block is worth nothing. It
+// is called before any worker joins.
+func (s *Server) IndexBy(index *kvindex.Partitions) { s.caches.index = index }
+
+// ListenBy has the KV events of workers followed: listen is called when those of a worker are to be
+// written into an index, of blocks of so many tokens, and unlisten when no longer, before its blocks are
+// forgotten. Both are called one at a time, and must not call the server. Listening to a worker begins
+// anew when its record changes in what matters to that, or when the size of blocks turns out to be
+// another one. It is called before any worker joins.
+func (s *Server) ListenBy(listen func(*worker.Worker, *kvindex.Partition), unlisten func(worker.ID)) {
+	s.caches.listen, s.caches.unlisten = listen, unlisten
+}
+
+// caches is what the server knows of the caches of workers.
+type caches struct {
+	index    *kvindex.Partitions // nil while caches do not count
+	listen   func(*worker.Worker, *kvindex.Partition)
+	unlisten func(worker.ID)
+}
