@@ -83,7 +83,9 @@ func newClient(cfg Config) (*client, error) {
 			WriteBufferSize: 64 << 10,
 		},
 	}
-	c.oracle = newOracle(cfg.OracleURL, c.transport)
+	if c.oracle, err = newOracle(cfg, c.transport); err != nil {
+		return nil, err
+	}
 	if cfg.Via == viaSelect {
 		if cfg.Tokenize == nil {
 			return nil, errors.New("replay: via: there is no tokenizer")
@@ -107,7 +109,7 @@ func (c *client) send(ctx context.Context, b built, due time.Time, done func(res
 	defer c.streams.Put(r)
 	r.stream.reset()
 
-	best := c.oracle.ask(ctx, b.body, due)
+	best := c.oracle.ask(ctx, b.oracle, due)
 
 	// Headers and the begin of the body are written to the socket together right after this hook.
 	var mu sync.Mutex // the transport's writer may still run when RoundTrip has returned

@@ -68,6 +68,10 @@ type Config struct {
 	// Tokenize returns the tokens that workers make of a prompt: of a completion, or of a chat whose
 	// only message it is. It has no key; via needs it.
 	Tokenize func(text string, chat bool) []uint32
+
+	// PrefixHashes returns the hashes that simulated workers have of the prompt's blocks of that many
+	// tokens. It has no key; oracle-url needs it.
+	PrefixHashes func(text string, chat bool, blockSize int) []uint64
 }
 
 // DefaultConfig returns the settings of a run without flags. It does not pass Validate until a

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -19,17 +20,43 @@ const (
 	oracleLimit = time.Second
 )
 
+// oracleBlock is the block size in tokens that workers must have to be asked.
+const oracleBlock = 16
+
 // oracle asks simulated workers what they have cached of a prompt. It is safe for concurrent use.
 type oracle struct {
 	url       string
+	hashes    func(text string, chat bool, blockSize int) []uint64
+	chat      bool
 	transport *http.Transport
 }
 
-func newOracle(base string, transport *http.Transport) *oracle {
-	if base == "" {
+func newOracle(cfg Config, transport *http.Transport) (*oracle, error) {
+	switch {
+	case cfg.OracleURL == "":
+		return nil, nil
+	case cfg.PrefixHashes == nil:
+		return nil, errors.New("replay: oracle-url: nobody hashes prompts")
+	}
+	return &oracle{strings.TrimRight(cfg.OracleURL, "/") + "/sim/prefix", cfg.PrefixHashes, cfg.Endpoint == "chat", transport}, nil
+}
+
+// build returns the question about r.
+func (o *oracle) build(r *Request) []byte {
+	if o == nil {
 		return nil
 	}
-	return &oracle{strings.TrimRight(base, "/") + "/sim/prefix", transport}
+	hashes := o.hashes(string(AppendPrompt(nil, r)), o.chat, oracleBlock)
+	out := make([]byte, 0, 21*len(hashes)+64)
+	out = strconv.AppendInt(append(out, `{"block_size":`...), oracleBlock, 10)
+	out = append(out, `,"hashes":[`...)
+	for i, h := range hashes {
+		if i > 0 {
+			out = append(out, ',')
+		}
+		out = strconv.AppendUint(out, h, 10)
+	}
+	return append(out, "]}"...)
 }
 
 // lead is how long before a request is due the oracle is asked about it.
@@ -42,11 +69,11 @@ func (o *oracle) lead() time.Duration {
 
 // ask returns the most prompt tokens that any rank has cached, or -1 if that cannot be had, but not
 // before due.
-func (o *oracle) ask(ctx context.Context, body []byte, due time.Time) int {
+func (o *oracle) ask(ctx context.Context, question []byte, due time.Time) int {
 	if o == nil {
 		return -1
 	}
-	n, err := o.cached(ctx, body)
+	n, err := o.cached(ctx, question)
 	if err != nil {
 		n = -1
 	}
@@ -64,10 +91,10 @@ func wait(ctx context.Context, due time.Time) {
 	}
 }
 
-func (o *oracle) cached(ctx context.Context, body []byte) (int, error) {
+func (o *oracle) cached(ctx context.Context, question []byte) (int, error) {
 	ctx, cancel := context.WithTimeout(ctx, oracleLimit)
 	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, o.url, bytes.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, o.url, bytes.NewReader(question))
 	if err != nil {
 		return 0, err
 	}
@@ -85,15 +112,15 @@ func (o *oracle) cached(ctx context.Context, body []byte) (int, error) {
 		return 0, err
 	}
 	var answer struct {
-		Cached *int `json:"cached_tokens"`
+		Most *int `json:"most"`
 	}
 	if err := json.Unmarshal(text, &answer); err != nil {
 		return 0, err
 	}
-	if answer.Cached == nil {
-		return 0, errors.New("no cached_tokens in the answer")
+	if answer.Most == nil {
+		return 0, errors.New("no most in the answer")
 	}
-	return *answer.Cached, nil
+	return *answer.Most * oracleBlock, nil
 }
 
 // Oracle compares the cache hits of a run with the best there was: at each arrival, the longest

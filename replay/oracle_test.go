@@ -2,6 +2,8 @@ package replay_test
 
 import (
 	"fmt"
+	"io"
+	"math"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -14,27 +16,33 @@ import (
 // TestOracle: each request is preceded by a question, and what that says is compared with what the
 // request found; questions without an answer are left out.
 func TestOracle(t *testing.T) {
-	target := serve(t, func(w http.ResponseWriter, _ *http.Request, a asked) { answer(w, a, 30) })
+	target := serve(t, func(w http.ResponseWriter, _ *http.Request, a asked) { answer(w, a, 36) })
 	var n atomic.Int64
 	sims := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch {
-		case r.URL.Path != "/sim/prefix":
-			t.Errorf("asked for %s", r.URL.Path)
+		case r.URL.Path != "/sim/prefix" || asksFor(r) != `{"block_size":16,"hashes":[400,18446744073709551615]}`:
+			t.Errorf("asked otherwise for %s", r.URL.Path)
 		case n.Add(1)%5 == 0:
 			w.WriteHeader(http.StatusInternalServerError)
 		default:
-			fmt.Fprint(w, `{"cached_tokens":40}`)
+			fmt.Fprint(w, `{"most":3}`)
 		}
 	}))
 	defer sims.Close()
 	cfg := load(target, 20)
 	cfg.OracleURL = sims.URL + "/"
+	cfg.PrefixHashes = func(text string, chat bool, blockSize int) []uint64 {
+		if !chat || blockSize != 16 {
+			t.Errorf("hashes of blocks of %d tokens, chat %v", blockSize, chat)
+		}
+		return []uint64{uint64(len(text)), math.MaxUint64}
+	}
 	rep, table := mustRun(t, cfg)
 	o := rep.Oracle
-	if o == nil || o.Requests != 16 || o.Unknown != 4 || o.BestTokens != 16*40 || o.CachedTokens != 16*30 || o.OfBest != 0.75 || o.BestShare != 0.4 {
-		t.Fatalf("Oracle = %+v, want 16 requests with 30 of 40 tokens found, of 100", o)
+	if o == nil || o.Requests != 16 || o.Unknown != 4 || o.BestTokens != 16*48 || o.CachedTokens != 16*36 || o.OfBest != 0.75 || o.BestShare != 0.48 {
+		t.Fatalf("Oracle = %+v, want 16 requests with 36 of 48 tokens found, of 100", o)
 	}
-	if !strings.Contains(table, "640 tokens (40.0%) were cached on some rank") {
+	if !strings.Contains(table, "768 tokens (48.0%) were cached on some rank") {
 		t.Errorf("the table lacks the oracle:\n%s", table)
 	}
 	if rep.SendLag.P50MS == 0 {
@@ -46,6 +54,11 @@ func TestOracle(t *testing.T) {
 	if rep, _ := mustRun(t, load(target, 1)); rep.Oracle != nil {
 		t.Errorf("Oracle = %+v without a worker to ask", rep.Oracle)
 	}
+}
+
+func asksFor(r *http.Request) string {
+	body, _ := io.ReadAll(r.Body) // what cannot be read is not what was meant
+	return string(body)
 }
 
 // TestEndlessCache: only what comes after the same beginning counts as known.

@@ -68,6 +68,7 @@ type built struct {
 	req      *Request
 	body     []byte
 	question []byte // to the selection service, if there is one
+	oracle   []byte // the question to it, likewise
 }
 
 // send sends all requests and returns when each has ended.
@@ -91,7 +92,7 @@ func (r *run) build(ctx context.Context, ready chan<- built) {
 	for i := range r.reqs {
 		req := &r.reqs[i]
 		select {
-		case ready <- built{req, r.client.bodies.build(req), r.client.selector.build(req)}:
+		case ready <- built{req, r.client.bodies.build(req), r.client.selector.build(req), r.client.oracle.build(req)}:
 		case <-ctx.Done():
 			return
 		}

@@ -1,8 +1,11 @@
 package sim_test
 
 import (
+	"encoding/json"
 	"strings"
 	"testing"
+
+	"spillway/sim"
 )
 
 func TestChatUnary(t *testing.T) {
@@ -133,15 +136,20 @@ func TestCachedTokensOfAConversation(t *testing.T) {
 		t.Errorf("second turn: usage %+v, want 181 tokens, 160 of them cached", u)
 	}
 	// What the next one could find, told without a trace of having asked.
-	for body, want := range map[string]string{
-		`{"max_tokens":1,"messages":[` + next + `]}`:      `{"prompt_tokens":181,"cached_tokens":176,"workers":[{"worker":0,"ranks":[176]}]}`,
-		`{"prompt":"` + strings.Repeat("else", 40) + `"}`: `{"prompt_tokens":40,"cached_tokens":0,"workers":[{"worker":0,"ranks":[0]}]}`,
+	for text, want := range map[string]string{
+		strings.Repeat("word", 100): `{"most":6,"workers":[{"worker":0,"ranks":[6]}]}`,
+		strings.Repeat("else", 100): `{"most":0,"workers":[{"worker":0,"ranks":[0]}]}`,
+		"":                          `{"most":0,"workers":[{"worker":0,"ranks":[0]}]}`,
 	} {
-		if _, data = post(t, url+"/sim/prefix", body); strings.TrimSpace(string(data)) != want {
+		hashes, err := json.Marshal(sim.PrefixHashes(text, true, 16))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, data = post(t, url+"/sim/prefix", `{"block_size":16,"hashes":`+string(hashes)+`}`); strings.TrimSpace(string(data)) != want {
 			t.Errorf("/sim/prefix says %s, want %s", data, want)
 		}
 	}
-	for _, bad := range []string{`{}`, `{"prompt":""}`, `{"prompt":["a","b"]}`, `{"prompt":{}}`, `[`} {
+	for _, bad := range []string{`{}`, `{"block_size":4,"hashes":[]}`, `{"block_size":16,"hashes":[-1]}`, `[`} {
 		if code, data := post(t, url+"/sim/prefix", bad); code != 400 {
 			t.Errorf("/sim/prefix of %s: %d %s, want 400", bad, code, data)
 		}

@@ -27,7 +27,7 @@ what there was.`,
 	}
 	return command(p, cmd, configs.DefaultReplay(), func(configs.Replay) configs.Log { return configs.DefaultLog() },
 		func(ctx context.Context, cfg configs.Replay, _ *slog.Logger) error {
-			cfg.Replay.Tokenize = sim.Tokens
+			cfg.Replay.Tokenize, cfg.Replay.PrefixHashes = sim.Tokens, sim.PrefixHashes
 			_, err := replay.Run(ctx, cfg.Replay, p.stdout)
 			return err
 		})
