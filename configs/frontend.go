@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"spillway/busy"
+	"spillway/kvindex"
 	"spillway/monitor"
 	"spillway/proxy"
 	"spillway/replica"
@@ -17,6 +18,7 @@ type Serving struct {
 	Proxy   proxy.Config   `koanf:",squash"`
 	Busy    busy.Config    `koanf:",squash"`
 	Router  router.Config  `koanf:",squash"`
+	Index   kvindex.Config `koanf:",squash"`
 	Monitor monitor.Config `koanf:",squash"`
 	Log     Log            `koanf:",squash"`
 }
@@ -24,17 +26,14 @@ type Serving struct {
 // DefaultServing returns the settings of a run without flags.
 func DefaultServing() Serving {
 	return Serving{
-		Proxy: proxy.DefaultConfig(), Busy: busy.DefaultConfig(), Router: router.DefaultConfig(),
+		Proxy: proxy.DefaultConfig(), Busy: busy.DefaultConfig(), Router: router.DefaultConfig(), Index: kvindex.DefaultConfig(),
 		Monitor: monitor.DefaultConfig(), Log: DefaultLog(),
 	}
 }
 
 // Validate returns all findings, each beginning with its key.
 func (c Serving) Validate() error {
-	if c.Router.Resolved().Mode == router.KV {
-		return errors.New("router-mode: the front end does not serve mode kv yet")
-	}
-	return errors.Join(c.Proxy.Validate(), c.Busy.Validate(), c.Router.Validate(), c.Monitor.Validate(), c.Log.Validate())
+	return errors.Join(c.Proxy.Validate(), c.Busy.Validate(), c.Router.Validate(), c.Index.Validate(), c.Monitor.Validate(), c.Log.Validate())
 }
 
 // Fleet is what a front end is told about workers and models.

@@ -47,7 +47,8 @@ func TestFrontendSettings(t *testing.T) {
 	}{
 		{"DYN threshold", []string{"DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD=1.5"}, nil,
 			"active-decode-blocks-threshold: 1.5 is not within 0..1 (from variable DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD)"},
-		{"mode kv", nil, []string{"--load-aware"}, "router-mode: the front end does not serve mode kv yet (from default)"},
+		{"mode kv", nil, []string{"--load-aware"}, ""},
+		{"no time", nil, []string{"--router-ttl-secs=-1"}, "router-ttl-secs: -1 is not a number of at least 0 (from flag --router-ttl-secs)"},
 		{"router mode", nil, []string{"--router-mode=fastest"},
 			`router-mode: "fastest" is none of round-robin, random, power-of-two, least-loaded, direct, kv (from flag --router-mode)`},
 		{"no number in a DYN variable", []string{"DYN_ROUTER_QUEUE_THRESHOLD=much"}, nil, ""},

@@ -136,6 +136,15 @@ func (r *Routed) RemoveWorker(id worker.ID) {
 	r.tidyLocked()
 }
 
+// Reset forgets all deadlines. The index is to be emptied after it: what is recorded from now on expires.
+func (r *Routed) Reset() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	clear(r.deadlines)
+	clear(r.due)
+	r.order, r.held, r.listed = nil, 0, 0
+}
+
 func (r *Routed) listLocked(at int64, x routed) {
 	if _, ok := r.due[at]; !ok {
 		i, _ := slices.BinarySearch(r.order, at)

@@ -107,6 +107,9 @@ func (x *exchange) fields(now time.Time) []slog.Attr {
 			to = append(to, slog.Uint64("cached_tokens", u.cached))
 		}
 	}
+	if x.s.kv && x.attempts > 0 {
+		to = append(to, slog.Uint64("overlap_tokens", min(x.sel.CachedTokens, x.query.PromptTokens)))
+	}
 	to = append(to, slog.Uint64("output_tokens", out.tokens))
 	if !out.firstToken.IsZero() {
 		to = append(to, slog.Float64("ttft_ms", ms(out.firstToken.Sub(x.start))))

@@ -56,10 +56,13 @@ func (x *exchange) admit(h hints) error {
 	now := time.Now()
 	x.enter(route, now)
 	x.wait.deadline = x.deadlineOf(now)
-	x.tenant, x.mayWait = h.tenant, x.s.queues && !batched(x.req.Header)
+	x.mayWait = x.s.queues && !batched(x.req.Header)
 	x.estimate = x.scan.promptTokens()
 	x.query = router.Query{
-		PromptTokens: x.estimate, NoDecode: !x.ep.decodes, Only: x.target.Only, DP: h.dp,
+		PromptTokens: x.estimate, NoDecode: !x.ep.decodes, Only: x.target.Only, DP: h.dp, Session: h.session,
+	}
+	if x.s.kv && x.scan.nvext == object && !x.s.cfg.DisableRoutingHints {
+		x.expected = agentHints(x.body).Output
 	}
 	if !x.scan.exactTokens() {
 		x.query.PromptTokens = x.model.correct(x.estimate)
@@ -136,7 +139,10 @@ func (x *exchange) reserve(now time.Time) error {
 		x.s.metrics.routerStarted.Add(1)
 	}
 	for {
-		placed, err := x.book(now)
+		placed, err := x.inform(now)
+		if err == nil {
+			placed, err = x.book(placed)
+		}
 		decided := x.decided(err, placed)
 		if err == nil {
 			x.attempts++
@@ -167,6 +173,10 @@ func (x *exchange) book(now time.Time) (time.Time, error) {
 	x.slot = slot{id: x.query.Reservation, part: x.target.Partition, prefill: true}
 	// Freed by release on every path from here on.
 	x.s.slots.add(&x.slot)
+	x.conclude(now)
+	if sel.Session != router.NoSession {
+		x.counts.sessions[sel.Session].Add(1)
+	}
 	x.s.shareBooked(x)
 	x.verdict = neutral
 	if x.peer, err = x.s.peer(sel.Worker, x.target.Partition.Busy); err != nil {
@@ -182,7 +192,7 @@ func (x *exchange) book(now time.Time) (time.Time, error) {
 // releaseAt is when the prefill is taken to be done although the worker has not shown it: a
 // unary answer shows nothing before its end, and some streams show no token for long.
 func (x *exchange) releaseAt(now time.Time) time.Time {
-	predicted := x.peer.rate.predict(x.query.PromptTokens)
+	predicted := x.peer.rate.predict(x.promised())
 	switch {
 	case !x.ep.decodes:
 		return time.Time{}

@@ -34,7 +34,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	if !slices.ContainsFunc(models, func(mm *modelMetrics) bool { return mm.name == unknownModel }) {
 		m.collectModel(p, m.unknown, false)
 	}
-	m.collectProcess(p, models)
+	m.collectProcess(p, models, now)
 	c := workerCollector{metrics: m, page: p, now: now, seen: map[string]bool{}, told: map[string]*modelFacts{}}
 	for _, name := range m.server.router.Catalog().Models() {
 		c.told[name] = &modelFacts{}
@@ -111,6 +111,18 @@ func (m *metrics) collectAnswers(p page, mm *modelMetrics, model labels) {
 	if m.server.queues {
 		m.collectQueue(p, mm)
 	}
+	if m.server.sessions {
+		for i, effect := range sessionEffects {
+			if effect != "" {
+				p.count(f.sessionRequests, labeled("model", mm.name, "effect", effect), mm.sessions[i].Load())
+			}
+		}
+	}
+	if m.server.kv {
+		for i, source := range tokenSources {
+			p.count(f.prompts, labeled("model", mm.name, "source", source), mm.tokensFrom[i].Load())
+		}
+	}
 	p.histogram(f.duration, model, mm.duration)
 	p.histogram(f.ttft, model, mm.ttft)
 	p.histogram(f.itl, model, mm.itl)
@@ -153,8 +165,11 @@ func (m *metrics) collectQueue(p page, mm *modelMetrics) {
 	}
 }
 
+// sessionEffects are the labels of router.SessionEffect.
+var sessionEffects = [...]string{router.SessionNew: "new", router.SessionKept: "kept", router.SessionMoved: "moved"}
+
 // collectProcess tells what is counted over all models.
-func (m *metrics) collectProcess(p page, models []*modelMetrics) {
+func (m *metrics) collectProcess(p page, models []*modelMetrics, now time.Time) {
 	f := m.families
 	for i := preprocess; i < numSteps; i++ {
 		p.put(f.stageRequests, labeled("stage", stageLabels[i][0], "phase", stageLabels[i][1]), float64(m.stages[i].requests.Load()))
@@ -169,6 +184,18 @@ func (m *metrics) collectProcess(p page, models []*modelMetrics) {
 	p.histogram(f.routing, id, m.routing)
 	p.count(f.routerRequests, id, m.routerRequests.Load())
 	p.count(f.routerStarted, id, m.routerStarted.Load())
+	if m.server.kv {
+		m.collectCaches(p, id)
+	}
+	if m.server.sessions {
+		limit := 0
+		m.server.router.Partitions("", func(part *router.Partition) {
+			var n int
+			n, limit = part.Sessions(now)
+			p.count(f.sessions, labeled("model", part.Key.Model, "tenant", part.Key.Tenant), uint64(n))
+		})
+		p.count(f.sessionLimit, nil, uint64(limit))
+	}
 	sum := func(f family, of func(*modelMetrics) *histogram) {
 		var all []*histogram
 		for _, mm := range models {

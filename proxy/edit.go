@@ -28,7 +28,14 @@ func (x *exchange) edited() ([]byte, error) {
 		at, with := x.scan.usageEdit()
 		edits = append(edits, edit{at, with})
 	}
-	if size := len(body) + 128; len(edits) > 0 {
+	if salt := x.saltEdit(); salt != "" {
+		if at := x.scan.saltSpan; at != (span{}) {
+			edits = append(edits, edit{at, salt})
+		} else { // the body is not empty: it has a prompt
+			edits = append(edits, edit{span{x.scan.end, x.scan.end}, `,"cache_salt":` + salt})
+		}
+	}
+	if size := len(body) + 128 + 8*len(x.tenant); len(edits) > 0 {
 		if !x.memory.more(size) {
 			return nil, x.unread(x.noMemory())
 		}
@@ -48,6 +55,19 @@ func (x *exchange) edited() ([]byte, error) {
 		return without(body, "nvext")
 	}
 	return body, nil
+}
+
+// saltEdit is the cache salt, in JSON, that a body has to get, or "": where tenants share a partition,
+// engines are to tell in their KV events whose block it is.
+func (x *exchange) saltEdit() string {
+	none := !x.scan.saltKind.given() || x.scan.saltKind == str && x.scan.salt.size() == 0
+	if none && x.s.kv && x.ep.dialect == openAI && x.ep.decodes && x.tenantSalt() != "" {
+		if c := x.s.caches.of(x.target.Partition.Key); c != nil && c.byEvents.Load() {
+			salt, _ := json.Marshal(saltTag + x.tenant) // a string always has a form
+			return string(salt)
+		}
+	}
+	return ""
 }
 
 // usageEdit is the smallest change by which a body asks for usage.

@@ -13,6 +13,9 @@ type endpoint struct {
 	check   func(*scanned) *httperr.Error
 }
 
+// Indexes in endpoints.
+const chatCompletions = 0
+
 // numEndpoints is how many inference routes there are.
 const numEndpoints = 5
 

@@ -39,7 +39,11 @@ type exchange struct {
 	model      *model
 	target     router.Target
 	query      router.Query
-	estimate   uint64 // prompt tokens before correction
+	estimate   uint64  // prompt tokens before correction
+	expected   uint32  // output tokens, as the client says; 0 if it does not
+	remaining  float64 // part of them
+	tokenized  uint64  // prompt tokens that the tokenizer has told, 0 if it has not
+	prefix     *prefix // of mode kv; nil before a rank is asked for, and once the answer has begun
 
 	slot     slot
 	sel      router.Selection
@@ -151,6 +155,7 @@ func (x *exchange) stopped() bool {
 func (x *exchange) end() {
 	x.release()
 	x.settle()
+	x.forget()
 	x.memory.release()
 	if p := recover(); p != nil {
 		if p == http.ErrAbortHandler { //nolint:errorlint // net/http compares by identity too
@@ -229,6 +234,7 @@ func (x *exchange) prepare() (h hints, err error) {
 	if x.hopeless { // nobody will see the body
 		return h, nil
 	}
+	x.tenant = h.tenant
 	x.addUsage = x.s.cfg.ForceIncludeUsage && x.ep.dialect == openAI && x.scan.stream == yes && !x.scan.includeUsage
 	x.forward, err = x.edited()
 	return h, err

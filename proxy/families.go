@@ -27,6 +27,9 @@ type families struct {
 	bodyMemory, bodyLimit                               family
 	scheduling, routing, routerStarted, routerRequests  family
 	routerTTFT, routerITL, routerInput, routerOutput    family
+	hashing, chaining, matching, hitRate, unrecorded    family // only in mode kv
+	sessionRequests, sessions, sessionLimit             family // only with session affinity
+	prompts, decisionBlocks, decisionLimit              family // likewise, the first by model, the second by partition
 	poolFullness, poolSaturation, poolReady             family // by pool
 	poolCapacity, poolInflight, poolQueue               family
 	poolQueueBytes, shed                                family
@@ -43,6 +46,7 @@ type families struct {
 	durationShape, ttftShape, itlShape, inputShape      *shape
 	cachedShape, outputShape, embedShape, queueShape    *shape
 	stageShape, migrationShape, schedulingShape, routed *shape
+	hashShape, chainShape, matchShape, hitShape         *shape
 }
 
 // newFamilies names the series; prefix begins the front end family, and shapes may change the
@@ -96,6 +100,17 @@ func (f *families) nameShapes(shapes *buckets.Shapes) {
 	}
 	f.schedulingShape = shape("router_overhead_scheduling_ms", perMillisecond, tripled...)
 	f.routed = shape("router_overhead_total_ms", perMillisecond, tripled...)
+	f.matchShape = shape("router_overhead_indexer_find_matches_ms", perMillisecond, tripled...)
+	var doubled, twentieths []float64
+	for i := range 15 {
+		doubled = append(doubled, math.Ldexp(1, i)/1000)
+	}
+	f.hashShape = shape("router_overhead_block_hashing_ms", perMillisecond, doubled...)
+	f.chainShape = shape("router_overhead_seq_hashing_ms", perMillisecond, doubled...)
+	for i := range 21 {
+		twentieths = append(twentieths, float64(i)/20)
+	}
+	f.hitShape = shape("component_router_kv_hit_rate", perMillionth, twentieths...)
 }
 
 func (f *families) nameModels(prefix string) {
@@ -147,6 +162,17 @@ func (f *families) nameProcess(prefix string) {
 	f.routing = f.histogram(router+"total_ms", "Time from a valid request to its booking, or to its refusal.", "router_id")
 	f.routerStarted = f.counter(component+"requests_started_total", "Requests that asked for a rank.", "router_id")
 	f.routerRequests = f.counter(component+"requests_total", "Those of them that are over.", "router_id")
+	f.hashing = f.histogram(router+"block_hashing_ms", "Time to read a prompt's tokens, or its text, and to hash its blocks.", "router_id")
+	f.chaining = f.histogram(router+"seq_hashing_ms", "Time to hash the sequences of its blocks.", "router_id")
+	f.matching = f.histogram(router+"indexer_find_matches_ms", "Time to find out what ranks have of it.", "router_id")
+	f.hitRate = f.histogram(component+"kv_hit_rate", "Part of a prompt that the chosen rank was taken to have cached.", "router_id")
+	f.unrecorded = f.counter("spillway_kv_decisions_unrecorded_total", "Prompts that the index had no room for when they were sent to a rank.")
+	f.prompts = f.counter("spillway_kv_prompts_total", "Prompts by where the number of their tokens is from: the body, the tokenizer with the tokens or as a count alone, or an estimate.", "model", "source")
+	f.decisionBlocks = f.gauge("spillway_kv_decision_blocks", "Blocks that are taken to be cached because their prompt was sent there.", "model", "tenant")
+	f.decisionLimit = f.gauge("spillway_kv_decision_blocks_limit", "Most of them in one partition.")
+	f.sessionRequests = f.counter("spillway_session_requests_total", "Bookings of requests that name a session, by what became of that: new, kept on its rank, or moved.", "model", "effect")
+	f.sessions = f.gauge("spillway_sessions", "Sessions that are remembered.", "model", "tenant")
+	f.sessionLimit = f.gauge("spillway_sessions_limit", "Most of them in one partition.")
 	f.routerTTFT = f.histogram(component+"time_to_first_token_seconds", "That of all models together.", "router_id")
 	f.routerITL = f.histogram(component+"inter_token_latency_seconds", "That of all models together.", "router_id")
 	f.routerInput = f.histogram(component+"input_sequence_tokens", "That of all models together.", "router_id")

@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -20,6 +21,7 @@ import (
 	"go.uber.org/goleak"
 
 	"spillway/busy"
+	"spillway/kvindex"
 	"spillway/proxy"
 	"spillway/router"
 	"spillway/tracker"
@@ -34,9 +36,14 @@ type setup struct {
 	models  []string // known without workers
 	aliases map[string]string
 	log     *slog.Logger
-	host    string // to listen on; "" is this machine alone
-	beside  bool   // other tests run at the same time: who left a goroutine is found out by the caller
+	host    string              // to listen on; "" is this machine alone
+	before  func(*proxy.Server) // is called before workers join
+	beside  bool                // other tests run at the same time: who left a goroutine is found out by the caller
 }
+
+// modeVariable names the mode of the router where a test does not choose one. make test runs all of them
+// in round-robin and in kv.
+const modeVariable = "SPILLWAY_TEST_ROUTER_MODE"
 
 // front is a running front end and a client of it.
 type front struct {
@@ -77,6 +84,9 @@ func begin(t testing.TB, with setup, workers ...worker.Worker) *front {
 	}
 	if with.router == (router.Config{}) {
 		with.router = router.DefaultConfig()
+		if mode := router.Mode(os.Getenv(modeVariable)); mode != "" {
+			with.router.Mode = mode
+		}
 	}
 	if with.log == nil {
 		with.log = slog.New(slog.DiscardHandler)
@@ -87,11 +97,15 @@ func begin(t testing.TB, with setup, workers ...worker.Worker) *front {
 	}
 	f := &front{t: t, ended: make(chan error, 1)}
 	f.routes = router.New(with.router, with.busy, catalog, rand.New(rand.NewPCG(1, 2)))
-	for _, w := range workers {
-		f.register(w)
-	}
 	if f.server, err = proxy.New(cfg, f.routes, prometheus.NewRegistry(), with.log); err != nil {
 		t.Fatal(err)
+	}
+	f.server.IndexBy(kvindex.NewPartitions(kvindex.DefaultConfig()))
+	if with.before != nil {
+		with.before(f.server)
+	}
+	for _, w := range workers {
+		f.register(w)
 	}
 	if with.host == "" {
 		with.host = "127.0.0.1"
@@ -151,7 +165,7 @@ func (f *front) register(w worker.Worker) worker.ID {
 	if err != nil {
 		f.t.Fatal(err)
 	}
-	if _, err := f.routes.Register(&w, time.Now()); err != nil {
+	if err := f.server.Join(&w); err != nil {
 		f.t.Fatal(err)
 	}
 	return w.ID

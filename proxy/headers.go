@@ -208,9 +208,10 @@ func (x *exchange) checkMetadata() *httperr.Error {
 
 // hints are what a client asks of routing.
 type hints struct {
-	worker string // instance ID or name, "" if any will do
-	dp     *uint32
-	tenant string
+	worker  string // instance ID or name, "" if any will do
+	dp      *uint32
+	tenant  string
+	session string
 }
 
 // readHints reads the routing headers. The canonical name wins over its aliases even if its value
@@ -228,6 +229,7 @@ func readHints(h http.Header, disabled bool) hints {
 			t.dp = new(uint32(n))
 		}
 	}
+	t.session, _ = either(h, "X-Dynamo-Session-Id", "X-Session-Id", "X-Claude-Code-Session-Id", "Thread-Id")
 	return t
 }
 

@@ -30,6 +30,7 @@ const (
 	perSecond      = 1e9 // nanoseconds
 	perMillisecond = 1e6 // nanoseconds
 	perToken       = 1
+	perMillionth   = 1e6 // millionths
 )
 
 func newShape(bounds []float64, unit float64) *shape {

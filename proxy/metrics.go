@@ -27,6 +27,9 @@ type metrics struct {
 	leaks        atomic.Uint64
 
 	scheduling, routing           *histogram
+	hashing, chaining, matching   *histogram // in mode kv
+	hitRate                       *histogram // of parts of a prompt, in millionths
+	unrecorded                    atomic.Uint64
 	routerStarted, routerRequests atomic.Uint64
 }
 
@@ -45,6 +48,8 @@ func newMetrics(reg prometheus.Registerer, s *Server) *metrics {
 	m := &metrics{
 		families: f, server: s, routerID: strconv.FormatUint(max(rand.Uint64(), 1), 10),
 		scheduling: newHistogram(f.schedulingShape), routing: newHistogram(f.routed),
+		hashing: newHistogram(f.hashShape), chaining: newHistogram(f.chainShape), matching: newHistogram(f.matchShape),
+		hitRate: newHistogram(f.hitShape),
 	}
 	m.unknown = m.newModel(unknownModel)
 	for i := range m.stages {
@@ -78,6 +83,8 @@ type modelMetrics struct {
 	laneMetrics
 	retries      [len(retryReasons)]atomic.Uint64
 	outputTokens atomic.Uint64
+	tokensFrom   [numTokenSources]atomic.Uint64
+	sessions     [len(sessionEffects)]atomic.Uint64 // by router.SessionEffect
 
 	duration, ttft, itl, input, cached, output, embedding *histogram
 	queueWait                                             [len(queueOutcomes)]*histogram

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"spillway/httperr"
+	"spillway/kvindex"
 	"spillway/router"
 )
 
@@ -35,6 +36,9 @@ func (x *exchange) await(part *router.Partition, now time.Time) (router.Selectio
 	w := &waiter{ready: make(chan router.Admission, 1), sent: make(chan struct{})}
 	order := x.order()
 	ticket := &router.Ticket{Query: x.query, Order: order, Owner: w}
+	if k := x.prefix; k != nil && x.query.Overlaps != nil {
+		ticket.Overlaps = func() *kvindex.Matches { return k.match(x.query.PromptTokens) } // nobody looks at them while it waits
+	}
 	admitted, err := part.Wait(ticket, now)
 	x.s.wake(admitted)
 	if err != nil {
@@ -182,7 +186,7 @@ func (x *exchange) order() router.Order {
 	if n, err := strconv.ParseInt(strings.TrimSpace(first(h, "X-Dynamo-Request-Priority")), 10, 32); err == nil {
 		o.Priority = int32(n)
 	} else if x.scan.nvext == object {
-		o.Priority = bodyPriority(x.body)
+		o.Priority = agentHints(x.body).Priority
 	}
 	if v, ok := either(h, "X-Llm-D-Slo-Ttft-Ms", "X-Slo-Ttft-Ms"); ok {
 		if d := milliseconds(v); d > 0 {
@@ -193,8 +197,14 @@ func (x *exchange) order() router.Order {
 	return o
 }
 
-// bodyPriority is nvext.agent_hints.priority of a request body, 0 if it is no int32.
-func bodyPriority(body []byte) (priority int32) {
+// agentHint is what an agent says of its request, each field 0 if it is not what it should be.
+type agentHint struct {
+	Priority int32  `json:"priority"`
+	Output   uint32 `json:"osl"` // tokens that it expects
+}
+
+// agentHints is nvext.agent_hints of a request body.
+func agentHints(body []byte) (hint agentHint) {
 	c := cursor{b: body}
 	_ = c.object(func(key text) error { // it was read before without an error
 		c.space()
@@ -203,17 +213,13 @@ func bodyPriority(body []byte) (priority int32) {
 			return err
 		}
 		var ext struct {
-			Hints struct {
-				Priority int32 `json:"priority"`
-			} `json:"agent_hints"`
+			Hints agentHint `json:"agent_hints"`
 		}
-		priority = 0
-		if json.Unmarshal(body[from:c.i], &ext) == nil {
-			priority = ext.Hints.Priority
-		}
+		_ = json.Unmarshal(body[from:c.i], &ext) // it goes on after a field of the wrong type
+		hint = ext.Hints
 		return nil
 	})
-	return priority
+	return hint
 }
 
 // batched tells whether the dispatcher sent the request: those have a queue of their own.

@@ -63,7 +63,14 @@ type scanned struct {
 	promptEmbeds  kind
 	input         kind // of embeddings
 	nvext         kind
+	saltKind      kind
+	salt          text // cache_salt
+	saltSpan      span
 	end           int // of the closing brace of the body
+
+	// Where what a prompt is made of lies; nowhere if that counts for nothing.
+	chatSpan, promptsSpan, inputsSpan    span
+	systemSpan, toolsSpan, functionsSpan span
 
 	chat      tally // in messages
 	tools     tally
@@ -72,12 +79,21 @@ type scanned struct {
 	inputs    tally
 	system    tally // instructions beside the conversation: of responses and messages
 	reads     tally // of the above, what the route makes a prompt of; set by check
+
+	parts [4]part // of the body, of which reads is the sum, in the order in which a model sees them; set by check
+}
+
+// part is a part of a prompt.
+type part struct {
+	span
+	asWritten bool // it goes before the model much as it is written, keys included
 }
 
 // tally counts what of a body becomes tokens.
 type tally struct {
 	messages int
 	items    int // prompts that are text
+	lists    int // prompts that are lists of token IDs within a list
 	bytes    int // of text, decoded
 	ids      int // token IDs given as numbers
 	media    int // images, sounds and files
@@ -131,23 +147,45 @@ func (s *scanned) member(c *cursor, key text) error {
 			return err
 		}
 	case key.is("messages"):
-		s.messages, s.chat = k, tally{}
+		s.messages, s.chat, s.chatSpan = k, tally{}, span{}
 		if k == array {
-			return s.chat.conversation(c)
+			err := s.chat.conversation(c)
+			s.chatSpan = span{from, c.i}
+			return err
 		}
 	case key.is("prompt"):
 		s.prompt, s.prompts = k, tally{}
-		return s.prompts.prompt(c, 1)
+		err := s.prompts.prompt(c, 1)
+		s.promptsSpan = span{from, c.i}
+		return err
 	case key.is("input"):
 		s.input, s.inputs = k, tally{}
-		return s.inputs.prompt(c, 1)
+		err := s.inputs.prompt(c, 1)
+		s.inputsSpan = span{from, c.i}
+		return err
 	case key.is("instructions"), key.is("system"):
 		s.system = tally{}
-		return s.system.value(c, 1)
+		err := s.system.value(c, 1)
+		s.systemSpan = span{from, c.i}
+		return err
 	case key.is("tools"):
-		return s.tools.schemas(c, k)
+		err := s.tools.schemas(c, k)
+		s.toolsSpan = s.tools.span(from, c.i)
+		return err
 	case key.is("functions"):
-		return s.functions.schemas(c, k)
+		err := s.functions.schemas(c, k)
+		s.functionsSpan = s.functions.span(from, c.i)
+		return err
+	case key.is("cache_salt"):
+		s.saltKind, s.salt = k, text{}
+		var err error
+		if k == str {
+			s.salt, err = c.str()
+		} else {
+			err = c.skip(1)
+		}
+		s.saltSpan = span{from, c.i}
+		return err
 	case key.is("stream"):
 		s.stream = k
 	case key.is("n"):
@@ -251,6 +289,14 @@ func (t *tally) schemas(c *cursor, k kind) error {
 	return err
 }
 
+// span is where schemas lie that count.
+func (t *tally) span(from, to int) span {
+	if t.bytes == 0 {
+		return span{}
+	}
+	return span{from, to}
+}
+
 // prompt counts text, token IDs, or a list of either.
 func (t *tally) prompt(c *cursor, depth int) error {
 	switch ch := c.peek(); {
@@ -266,6 +312,9 @@ func (t *tally) prompt(c *cursor, depth int) error {
 		t.ids++
 		return err
 	case ch == byte(array) && depth <= 2:
+		if depth == 2 {
+			t.lists++
+		}
 		return c.array(func() error { return t.prompt(c, depth+1) })
 	case ch == byte(object): // an item of a conversation
 		t.messages++
@@ -294,6 +343,9 @@ func (s *scanned) promptTokens() uint64 {
 
 // exactTokens tells whether promptTokens was counted, not estimated.
 func (s *scanned) exactTokens() bool { return s.reads.ids > 0 && s.reads.bytes == 0 }
+
+// several tells whether there is more than one prompt: of completions and embeddings, in one list.
+func (s *scanned) several() bool { return s.reads.items+s.reads.lists > 1 }
 
 // check applies the rules that every request must meet, and notes which text is the prompt: only
 // what the route reads, so that no key beside it can make a request look smaller or larger.
@@ -328,11 +380,12 @@ func checkChat(s *scanned) *httperr.Error {
 	}
 	s.reads = s.chat
 	s.reads.bytes += s.tools.bytes + s.functions.bytes
+	s.parts = [...]part{{s.toolsSpan, true}, {s.functionsSpan, true}, {}, {s.chatSpan, false}}
 	return nil
 }
 
 func checkCompletions(s *scanned) *httperr.Error {
-	s.reads = s.prompts
+	s.reads, s.parts = s.prompts, [...]part{{s.promptsSpan, false}, {}, {}, {}}
 	switch {
 	case s.promptEmbeds.given():
 		return nil
@@ -347,7 +400,7 @@ func checkCompletions(s *scanned) *httperr.Error {
 }
 
 func checkEmbeddings(s *scanned) *httperr.Error {
-	s.reads = s.inputs
+	s.reads, s.parts = s.inputs, [...]part{{s.inputsSpan, false}, {}, {}, {}}
 	if !s.input.given() {
 		return httperr.Invalid("input is required")
 	}
@@ -360,6 +413,7 @@ func checkResponses(s *scanned) *httperr.Error {
 	}
 	s.reads = s.inputs
 	s.reads.bytes += s.system.bytes + s.tools.bytes
+	s.parts = [...]part{{s.toolsSpan, true}, {s.systemSpan, false}, {s.inputsSpan, false}, {}}
 	return nil
 }
 
@@ -368,5 +422,6 @@ func checkMessages(s *scanned) *httperr.Error {
 		return bad
 	}
 	s.reads.bytes += s.system.bytes
+	s.parts[2] = part{s.systemSpan, false}
 	return nil
 }

@@ -196,6 +196,9 @@ func slowPrompt(raw json.RawMessage, depth int, to *tally) {
 	case kindOf(raw[0]) == numeric:
 		to.ids++
 	case raw[0] == '[' && depth <= 2 && json.Unmarshal(raw, &list) == nil:
+		if depth == 2 {
+			to.lists++
+		}
 		for _, e := range list {
 			slowPrompt(e, depth+1, to)
 		}

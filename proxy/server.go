@@ -72,6 +72,9 @@ type Server struct {
 	access  accessLog
 	share   func(Booking) // or nil; set once, then read-only
 
+	kv        bool // ranks are chosen by cost
+	sessions  bool // requests of a session go to the same rank
+	cost      router.CostConfig
 	caches    caches
 	tokenizer Tokenizer // set once, then read-only
 }
@@ -91,6 +94,8 @@ func New(cfg Config, r *router.Router, reg *prometheus.Registry, log *slog.Logge
 		cfg: cfg, router: r, log: log, registry: reg, drained: make(chan struct{}, 1), waitOver: make(chan struct{}), queues: r.Queues(),
 		overload: cfg.overloadStatus(log), retryValue: []string{cfg.RetryAfter}, autoRetry: cfg.RetryAfter == "auto", trackOutput: r.TracksOutput(), access: accessLog{log: log},
 	}
+	s.sessions = r.Config().SessionTTLSecs != nil
+	s.kv, s.cost = r.Config().Mode == router.KV, r.Config().Cost
 	s.queueTimeout = s.overload
 	if cfg.QueueTimeoutStatus == timeoutStatus408 {
 		s.queueTimeout = http.StatusRequestTimeout

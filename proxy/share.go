@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"slices"
 	"time"
 
 	"spillway/router"
@@ -25,8 +26,9 @@ type Booking struct {
 	Rank      worker.Rank
 	BlockSize uint32 // tokens per KV block of the worker
 
-	PrefillTokens uint64 // at Booked: prompt tokens to compute
-	DecodeBlocks  uint64 // at Booked: KV blocks of the prompt
+	PrefillTokens uint64   // at Booked: prompt tokens to compute
+	Hashes        []uint64 // at Booked: sequence hashes of the prompt's blocks, where requests share them; the receiver's
+	DecodeBlocks  uint64   // at Booked: further KV blocks of the prompt
 }
 
 // Share has tell called at each change that a request makes in the books, in the order of the
@@ -36,12 +38,18 @@ func (s *Server) Share(tell func(Booking)) { s.share = tell }
 
 // shareBooked tells of the booking of x.
 func (s *Server) shareBooked(x *exchange) {
-	if s.share != nil {
-		s.share(Booking{
-			Stage: Booked, Partition: x.slot.part.Key, ID: x.slot.id, Rank: x.sel.Booked, BlockSize: x.sel.BlockSize,
-			PrefillTokens: x.query.PromptTokens, DecodeBlocks: x.sel.DecodeBlocks,
-		})
+	if s.share == nil {
+		return
 	}
+	b := Booking{
+		Stage: Booked, Partition: x.slot.part.Key, ID: x.slot.id, Rank: x.sel.Booked, BlockSize: x.sel.BlockSize,
+		PrefillTokens: x.promised(), DecodeBlocks: x.sel.DecodeBlocks,
+	}
+	if x.query.SequenceHashes != nil {
+		b.Hashes = slices.Clone(x.query.SequenceHashes)
+		b.DecodeBlocks = x.query.PrivateBlocks
+	}
+	s.share(b)
 }
 
 // endPrefill notes in the books that the prompt of a request has been computed.

@@ -85,6 +85,7 @@ func (l *slots) ids() map[string]bool {
 const (
 	releaseEvery = 50 * time.Millisecond // resolution of predicted prefill ends; the shortest prediction is 200 ms
 	sweepEvery   = 30 * time.Second
+	followEvery  = time.Second // for what workers have told meanwhile of their blocks
 )
 
 // tick releases predicted prefill, lets waiting requests go, lets circuits become half-open, sends canaries and looks for
@@ -97,6 +98,7 @@ func (s *Server) tick(ctx context.Context) {
 	var canaries sync.WaitGroup
 	defer canaries.Wait()
 	look := time.Now()
+	follow := look.Add(followEvery)
 	for {
 		select {
 		case <-ctx.Done():
@@ -114,6 +116,11 @@ func (s *Server) tick(ctx context.Context) {
 			if s.cfg.CanaryAfter > 0 && now.After(look) {
 				s.canaries(ctx, now, &canaries)
 				look = now.Add(canaryEvery(s.cfg.CanaryAfter))
+			}
+			if now.After(follow) {
+				s.workers.follow()
+				s.caches.expire(now)
+				follow = now.Add(followEvery)
 			}
 			if now.After(sweep) {
 				s.router.Partitions("", func(p *router.Partition) { p.Expire(now) })

@@ -223,9 +223,19 @@ func (st *stream) tokens(ch *chunk) {
 	if x.s.trackOutput {
 		if blocks := ceilDiv(x.query.PromptTokens+x.out.tokens, uint64(x.sel.BlockSize)); blocks > st.blocks {
 			st.blocks = blocks // one report per event, however many boundaries it crossed
-			x.slot.part.Grow(x.slot.id, 1, now)
+			x.slot.part.Grow(x.slot.id, 1, x.decay(), now)
 		}
 	}
+}
+
+// decay is what is left of the output that the client expects, as a part of it, or nil if it expects nothing:
+// the nearer its end, the less a request's blocks are in the way of others.
+func (x *exchange) decay() *float64 {
+	if x.expected == 0 {
+		return nil
+	}
+	x.remaining = max(0, 1-float64(x.out.tokens)/float64(x.expected))
+	return &x.remaining
 }
 
 func ceilDiv(a, b uint64) uint64 { return (a + b - 1) / b }
@@ -259,6 +269,7 @@ func (st *stream) commit() {
 	st.committed = true
 	if st.resp.Sent() { // nobody will need the body any more, and the answer may take minutes
 		x.body, x.forward = nil, nil
+		x.forget()
 		x.memory.release()
 	}
 }

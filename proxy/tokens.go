@@ -3,7 +3,6 @@ package proxy
 import (
 	"context"
 
-	"spillway/kvindex"
 	"spillway/worker"
 )
 
@@ -33,23 +32,3 @@ type Tokenizer struct {
 
 // TokenizeBy has t tell the tokens of prompts in mode kv, where they matter. It is called before Run.
 func (s *Server) TokenizeBy(t Tokenizer) { s.tokenizer = t }
-
-// IndexBy has what workers have cached decide too, in mode kv unless a cached block is worth nothing. It
-// is called before any worker joins.
-func (s *Server) IndexBy(index *kvindex.Partitions) { s.caches.index = index }
-
-// ListenBy has the KV events of workers followed: listen is called when those of a worker are to be
-// written into an index, of blocks of so many tokens, and unlisten when no longer, before its blocks are
-// forgotten. Both are called one at a time, and must not call the server. Listening to a worker begins
-// anew when its record changes in what matters to that, or when the size of blocks turns out to be
-// another one. It is called before any worker joins.
-func (s *Server) ListenBy(listen func(*worker.Worker, *kvindex.Partition), unlisten func(worker.ID)) {
-	s.caches.listen, s.caches.unlisten = listen, unlisten
-}
-
-// caches is what the server knows of the caches of workers.
-type caches struct {
-	index    *kvindex.Partitions // nil while caches do not count
-	listen   func(*worker.Worker, *kvindex.Partition)
-	unlisten func(worker.ID)
-}

@@ -91,7 +91,7 @@ func (s *Server) Learned(w *worker.Worker) (*busy.List, error) {
 	if !reflect.DeepEqual(&same, e.record) {
 		return nil, ErrNotWanted
 	}
-	p, err := s.router.Register(w, time.Now())
+	list, err := d.enrolLocked(w)
 	if err != nil {
 		if e.lifecycle != schedulable {
 			e.reasons = []string{"reconciliation failed: " + err.Error()}
@@ -100,16 +100,16 @@ func (s *Server) Learned(w *worker.Worker) (*busy.List, error) {
 	}
 	e.record, e.lifecycle, e.reasons = w, schedulable, nil
 	e.said.named(w.Models)
-	return p.Busy, nil
+	return list, nil
 }
 
 // registerLocked registers a worker that has names, and has it watched.
 func (d *directory) registerLocked(w *worker.Worker) error {
-	p, err := d.server.router.Register(w, time.Now())
+	list, err := d.enrolLocked(w)
 	if err != nil {
 		return err
 	}
-	d.watch(w, p.Busy)
+	d.watch(w, list)
 	return nil
 }
 
@@ -121,7 +121,7 @@ func (d *directory) withdrawLocked(e *entry) {
 	id := e.record.ID
 	e.record, e.learns = nil, false
 	d.forget(id)
-	d.server.router.Unregister(id, time.Now())
+	d.dismissLocked(id)
 	d.server.Forget(id)
 }
 

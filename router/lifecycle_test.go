@@ -110,7 +110,7 @@ func (l *life) step(t *testing.T, f *rig, rng *rand.Rand, now time.Time) (admitt
 	if rng.IntN(8) == 0 && l.stage != arriving { // the client leaves
 		f.p.Free(l.id, now)
 		f.p.PrefillDone(l.id, now) // a token that was on its way
-		f.p.Grow(l.id, 1, now)
+		f.p.Grow(l.id, 1, nil, now)
 		return 0, 0, true
 	}
 	switch l.stage {
@@ -145,7 +145,7 @@ func (l *life) step(t *testing.T, f *rig, rng *rand.Rand, now time.Time) (admitt
 		f.p.PrefillDone(l.id, now)
 		l.stage = decoding
 	case decoding:
-		f.p.Grow(l.id, uint64(rng.IntN(20)), now)
+		f.p.Grow(l.id, uint64(rng.IntN(20)), nil, now)
 		if rng.IntN(5) == 0 {
 			f.p.Free(l.id, now)
 			f.p.Free(l.id, now)

@@ -274,7 +274,7 @@ func (f *simFleet) advance(w int, now time.Time) {
 			c.last = e.At
 			if blocks := uint64(c.isl+e.Generated+15) / 16; blocks > c.blocks {
 				c.blocks = blocks
-				f.part.Grow(c.id, 1, e.At)
+				f.part.Grow(c.id, 1, nil, e.At)
 			}
 		case engine.Finished:
 			f.ended++

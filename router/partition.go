@@ -52,6 +52,7 @@ type Partition struct {
 	queue  queue       // requests that wait
 	looked picture     // when those who wait were last looked at
 
+	sessions  *sessions   // nil if it remembers none
 	allowed   []worker.ID // scratch: an allow-list, sorted
 	scheduler scheduler   // of KV mode, and for who waits
 }
@@ -75,6 +76,7 @@ type Query struct {
 	DP           *uint32          // pin to a rank, or nil
 	Allowed      []worker.ID      // allow-list in any order, nil for all, empty for nobody
 	Taints       []string         // which the worker must carry, all of them
+	Session      string           // goes where it was before if there is room; "" is none
 
 	// The rest matters in KV mode alone. Hashing and the query of the index are the caller's to do
 	// before, outside of any lock. What is pointed to must stay as it is while the request waits.
@@ -109,6 +111,7 @@ type Selection struct {
 
 	Booked       worker.Rank // where it is booked: Rank, but for a client's choice of one where the engine picks
 	DecodeBlocks uint64      // KV blocks that are booked for the prompt
+	Session      SessionEffect
 
 	// Of KV mode, as the decision saw the rank.
 
@@ -132,15 +135,23 @@ func (p *Partition) selectLocked(q *Query, now time.Time) (Selection, error) {
 	if p.Busy.Due(now) {
 		p.Busy.Tick(now)
 	}
-	snap := p.Busy.Snapshot()
 	switch {
-	case len(snap.Registered) == 0:
+	case len(p.Busy.Snapshot().Registered) == 0:
 		return Selection{}, ErrNoWorkers
 	case p.mode == Direct && q.Worker == nil:
 		return Selection{}, ErrPinMissing
 	case q.Worker != nil && q.Allowed != nil && !slices.Contains(q.Allowed, *q.Worker):
 		return Selection{}, ErrPinForbidden
 	}
+	if p.sessions != nil && q.Session != "" {
+		return p.inSessionLocked(q, now)
+	}
+	return p.decideLocked(q, now)
+}
+
+// decideLocked picks a rank by the mode and books the request on it.
+func (p *Partition) decideLocked(q *Query, now time.Time) (Selection, error) {
+	snap := p.Busy.Snapshot()
 	sel, err := p.placeLocked(p.suitableLocked(snap.FreeSlots, q, q.Exclude), q, false, now)
 	if !errors.Is(err, tracker.ErrBusy) {
 		return sel, err
@@ -368,9 +379,9 @@ func (p *Partition) PrefillDone(id string, now time.Time) (worker.Rank, bool) {
 	return rank, effect != tracker.Unknown
 }
 
-// Grow books KV blocks that the output of a request has filled.
-func (p *Partition) Grow(id string, blocks uint64, now time.Time) {
-	if rank, effect := p.Tracker.Grow(id, blocks, nil, now); effect == tracker.Changed {
+// Grow books KV blocks that the output of a request has filled. decay is that of tracker.Grow.
+func (p *Partition) Grow(id string, blocks uint64, decay *float64, now time.Time) {
+	if rank, effect := p.Tracker.Grow(id, blocks, decay, now); effect == tracker.Changed {
 		p.Busy.Refresh(rank.Worker, now)
 	}
 }
@@ -402,6 +413,17 @@ func (p *Partition) Expire(now time.Time) {
 		p.Busy.Refresh(gone.Rank.Worker, now)
 		p.given.Add(1)
 	}
+}
+
+// Sessions is how many sessions are remembered, and how many may be; 0 of 0 if none is.
+func (p *Partition) Sessions(now time.Time) (remembered, limit int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.sessions == nil {
+		return 0, 0
+	}
+	p.sessions.expire(now)
+	return len(p.sessions.byKey), p.sessions.limit
 }
 
 // Recovery is how long until the first inhibited worker is tried again; 0 if none is inhibited.

@@ -388,6 +388,28 @@ func (p *Partition) dropLocked(t *Ticket) {
 	p.waiting.Store(int64(p.queue.n))
 }
 
+// Outlook is what Select would say to q as far as present verdicts tell: nil if there is a worker for
+// it. It is asked before anything is spent on what only a decision needs; Overlaps and the like do not
+// matter. mayWait is that the request may wait for a worker; then it is nil too if there is a place.
+func (p *Partition) Outlook(q *Query, mayWait bool, now time.Time) error {
+	if p.Busy.Due(now) {
+		p.Busy.Tick(now)
+	}
+	if !q.pinned() && q.Only == nil && q.Exclude == nil && q.Allowed == nil && q.Taints == nil && len(p.Busy.Snapshot().FreeSlots) > 0 {
+		return nil
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	err := p.outlookLocked(q)
+	if waits(err) && mayWait && p.places.hold {
+		if n := int(p.places.taken.Load()); n >= p.places.limit {
+			return &QueueFullError{Current: n, Limit: p.places.limit}
+		}
+		return nil
+	}
+	return err
+}
+
 // outlookLocked is what selectLocked would say to q as far as the present snapshot tells: nil if
 // there is a worker for it. It books nothing.
 func (p *Partition) outlookLocked(q *Query) error {

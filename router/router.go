@@ -35,6 +35,14 @@ type Config struct {
 	TrackOutputBlocks bool `koanf:"router-track-output-blocks" dyn:"DYN_ROUTER_TRACK_OUTPUT_BLOCKS" bad:"unreadable" usage:"book KV blocks for generated tokens too, not only for prompts"`
 	QueueSize         int  `koanf:"queue-size" usage:"requests of a model that may wait while all its workers are busy; 0 refuses them at once"`
 
+	// TTLSecs is how long a prompt that was sent to a rank is taken to stay in its cache, where engines
+	// publish no KV events: at least 0 seconds.
+	TTLSecs float64 `koanf:"router-ttl-secs" dyn:"DYN_ROUTER_TTL_SECS" bad:"unreadable" usage:"how long a prompt is taken to be cached where it was sent, in seconds; for mode kv without KV events"`
+
+	// SessionTTLSecs has the requests of a session go to the same rank, until the session has been idle for
+	// so long, from 1 s to a year; nil is off.
+	SessionTTLSecs *uint32 `koanf:"router-session-affinity-ttl-secs" dyn:"DYN_ROUTER_SESSION_AFFINITY_TTL_SECS" bad:"unreadable" usage:"requests of a session (x-dynamo-session-id) go to the same rank while there is room, until it has been idle for so many seconds; unset is off"`
+
 	Cost  CostConfig  `koanf:",squash"`
 	Queue QueueConfig `koanf:",squash"`
 }
@@ -44,7 +52,7 @@ const maxQueueSize = 65536
 
 // DefaultConfig is round-robin with output blocks tracked.
 func DefaultConfig() Config {
-	return Config{Mode: RoundRobin, TrackOutputBlocks: true, Cost: DefaultCostConfig(), Queue: DefaultQueueConfig()}
+	return Config{Mode: RoundRobin, TrackOutputBlocks: true, TTLSecs: 120, Cost: DefaultCostConfig(), Queue: DefaultQueueConfig()}
 }
 
 // Resolved is the Config with what its presets stand for. Output is not tracked without prompts.
@@ -61,7 +69,7 @@ func (c Config) Resolved() Config {
 
 // Validate returns all findings, each beginning with its key.
 func (c Config) Validate() error {
-	errs := []error{c.Cost.Validate(), c.Queue.Validate()}
+	errs := []error{c.Cost.Validate(), c.Queue.Validate(), atLeast0("router-ttl-secs", c.TTLSecs), checkSessionTTL(c.SessionTTLSecs)}
 	if c.QueueSize < 0 || c.QueueSize > maxQueueSize {
 		errs = append(errs, fmt.Errorf("queue-size: %d is not within 0..%d", c.QueueSize, maxQueueSize))
 	}
@@ -170,6 +178,9 @@ func (r *Router) newPartitionLocked(key worker.Partition, now time.Time) *Partit
 		mode: r.cfg.Mode, cost: r.cfg.Cost, rng: rand.New(rand.NewPCG(r.rng.Uint64(), r.rng.Uint64())),
 		profile: profile, refresh: r.cfg.Queue.refreshAfter(), queue: newQueue(profile, now),
 	}
+	if secs := r.cfg.SessionTTLSecs; secs != nil {
+		p.sessions = newSessions(time.Duration(*secs)*time.Second, maxSessions)
+	}
 	p.Busy.SetThresholds(r.thresholdsLocked(key.Model), now)
 	return p
 }
@@ -198,6 +209,9 @@ func (r *Router) Resolve(model, tenant string) (Target, error) {
 	}
 	return t, nil
 }
+
+// Config is what the router was made with, Resolved.
+func (r *Router) Config() Config { return r.cfg }
 
 // TracksOutput tells whether KV blocks of generated tokens are to be booked.
 func (r *Router) TracksOutput() bool { return r.cfg.TrackOutputBlocks }

@@ -216,7 +216,7 @@ func TestHeld(t *testing.T) {
 		{"young", func() {}, rank, start, false},
 		{"old", func() {}, rank, later, true},
 		{"other rank", func() {}, worker.Rank{Worker: 1, DP: 1}, later, false},
-		{"progress", func() { f.p.Grow(id, 0, later) }, rank, later, false},
+		{"progress", func() { f.p.Grow(id, 0, nil, later) }, rank, later, false},
 		{"freed", func() { f.p.Free(id, later) }, rank, later.Add(time.Hour), false},
 	} {
 		tt.act()
@@ -277,7 +277,7 @@ func TestRaces(t *testing.T) {
 					t.Error(err)
 				}
 				p.PrefillDone(id, start)
-				p.Grow(id, 1, start)
+				p.Grow(id, 1, nil, start)
 				p.Free(id, start)
 			}
 		})

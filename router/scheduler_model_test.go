@@ -343,7 +343,7 @@ func agrees(outer testing.TB) func(t *rapid.T) {
 			},
 			"grow": func(t *rapid.T) {
 				id := m.anyOf(t)
-				if m.f.p.Grow(id, 1, start); m.booked[id] != nil {
+				if m.f.p.Grow(id, 1, nil, start); m.booked[id] != nil {
 					m.booked[id].private++
 				}
 			},

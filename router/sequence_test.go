@@ -95,7 +95,7 @@ func TestBurstWhileOthersFree(t *testing.T) {
 					t.Errorf("load of %+v = %+v, want at most 1200 prefill tokens", sel.Rank, load)
 				}
 				f.p.PrefillDone(id, start)
-				f.p.Grow(id, 3, start)
+				f.p.Grow(id, 3, nil, start)
 				f.p.Free(id, start)
 				f.p.Free(id, start)
 			}
@@ -137,7 +137,7 @@ func TestGrowthMakesBusy(t *testing.T) {
 		blocks uint64
 		busy   bool
 	}{{5, false}, {1, true}} { // 85 of 100 is not over 0.85
-		f.p.Grow(id, tt.blocks, start)
+		f.p.Grow(id, tt.blocks, nil, start)
 		if got := len(f.p.Busy.Snapshot().Busy) == 1; got != tt.busy {
 			t.Errorf("step %d: busy with %+v = %v, want %v", i, f.p.Tracker.Load(sel.Rank, start), got, tt.busy)
 		}

@@ -166,6 +166,9 @@ func (c *Catalog) Names() []string { return slices.Sorted(maps.Keys(c.names)) }
 // Workers are all registered workers by ID; read-only.
 func (c *Catalog) Workers() []*Worker { return c.workers }
 
+// In are the workers of a partition by ID; read-only.
+func (c *Catalog) In(p Partition) []*Worker { return c.partitions[p] }
+
 // Find returns the worker with that ID, or nil.
 func (c *Catalog) Find(id ID) *Worker {
 	i := sort.Search(len(c.workers), func(i int) bool { return c.workers[i].ID >= id })

@@ -17,6 +17,7 @@ import (
 	"spillway/buckets"
 	"spillway/busy"
 	"spillway/configs"
+	"spillway/kvindex"
 	"spillway/monitor"
 	"spillway/proxy"
 	"spillway/replica"
@@ -92,6 +93,7 @@ func newFrontend(p process, cfg configs.Serving, fleet configs.Fleet, log *slog.
 		return nil, err
 	}
 
+	server.IndexBy(kvindex.NewPartitions(cfg.Index))
 	watcher := monitor.New(cfg.Monitor, log, metrics)
 	watcher.StaleIsBusy = cfg.Busy.StalePolicy == busy.StaleBusy
 	watcher.Register = func(w *worker.Worker) (*busy.List, error) {

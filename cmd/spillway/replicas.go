@@ -40,7 +40,7 @@ func replicaEvent(b proxy.Booking) wire.ReplicaEvent {
 	switch b.Stage {
 	case proxy.Booked:
 		e.Kind = wire.ReplicaAdd
-		e.Promise = wire.Promise{Hashes: privateBlocks(b.DecodeBlocks), TrackPrefill: b.PrefillTokens > 0, PrefillTokens: b.PrefillTokens}
+		e.Promise = wire.Promise{Hashes: append(b.Hashes, privateBlocks(min(b.DecodeBlocks, maxBlocksTold-uint64(len(b.Hashes))))...), TrackPrefill: b.PrefillTokens > 0, PrefillTokens: b.PrefillTokens}
 	case proxy.PrefillDone:
 		e.Kind = wire.ReplicaPrefillDone
 	case proxy.Freed:
