@@ -30,7 +30,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 	if err := os.WriteFile(settings, []byte(worker), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	front := start(t, nil, "frontend", "--config", settings, "--http-port", "0", "--http-host", "127.0.0.1", "--active-prefill-tokens-threshold", "9000", "--queue-size", "10", "--compat-metrics",
+	front := start(t, nil, "frontend", "--config", settings, "--http-port", "0", "--http-host", "127.0.0.1", "--active-prefill-tokens-threshold", "9000", "--queue-size", "10", "--compat-metrics", "--router-mode", "kv", "--router-session-affinity-ttl-secs", "60",
 		"--replica-sync-bind", "ipc://"+filepath.Join(t.TempDir(), "replica"))
 	url := front.await(`Front end: (\S+)\n`)
 	eventually(t, "the worker can be sent to", func() bool { status, _ := fetch(t, url+"/ready"); return status == 200 })
