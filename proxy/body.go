@@ -60,6 +60,7 @@ func (x *exchange) readBody() error {
 			if x.body = x.memory.whole(len(b)); x.body == nil {
 				return x.unread(x.noMemory())
 			}
+			x.client.serving()
 			_ = src.Close()             // net/http would look for a rest before it answers
 			return x.allow(time.Time{}) // the deadline would be taken for a lost client later
 		default:

@@ -11,12 +11,21 @@ import (
 // clientKey is the key of a connection's clientConn in the contexts of its requests.
 type clientKey struct{}
 
-// withClient remembers the connection that HTTP is spoken on, unless that is TLS.
+// withClient remembers the connection that HTTP is spoken on, unless that is TLS, and has the requests
+// on it end when its client leaves.
 func withClient(ctx context.Context, nc net.Conn) context.Context {
-	if c, ok := nc.(*clientConn); ok {
-		return context.WithValue(ctx, clientKey{}, c)
+	c, ok := nc.(*clientConn)
+	if !ok {
+		return ctx
 	}
-	return ctx
+	ctx, c.leave = context.WithCancel(ctx)
+	return context.WithValue(ctx, clientKey{}, c)
+}
+
+// clientOf is the connection that a request has come on, nil if that is not known.
+func clientOf(ctx context.Context) *clientConn {
+	c, _ := ctx.Value(clientKey{}).(*clientConn)
+	return c
 }
 
 // chunks is the connection of a client whose answer goes out in chunks, nil if it does not: net/http
@@ -25,8 +34,7 @@ func (x *exchange) chunks() *clientConn {
 	if !x.req.ProtoAtLeast(1, 1) || x.w.Header()["Content-Length"] != nil {
 		return nil
 	}
-	c, _ := x.req.Context().Value(clientKey{}).(*clientConn)
-	return c
+	return x.client
 }
 
 // frames are buffers for chunks on their way out; larger ones than keptFrame, in bytes, are not kept.

@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"context"
 	"io"
 	"net"
 	"os"
@@ -14,6 +15,7 @@ import (
 // clientListener bounds how long each write to a client may take.
 type clientListener struct {
 	net.Listener
+	clients      *clients // whom it accepts
 	writeTimeout time.Duration
 }
 
@@ -23,7 +25,9 @@ func (l clientListener) Accept() (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	return newClientConn(nc, l.writeTimeout), nil
+	c := newClientConn(nc, l.writeTimeout)
+	l.clients.add(c)
+	return c, nil
 }
 
 // clientConn is a connection whose writes fail with os.ErrDeadlineExceeded when the client does not
@@ -36,6 +40,9 @@ type clientConn struct {
 	net.Conn
 	raw          syscall.RawConn // of Conn; nil if that is no socket
 	writeTimeout time.Duration
+	clients      *clients           // it is one of; set by add
+	leave        context.CancelFunc // ends the context of its requests; nil with TLS
+	presence     presence
 
 	// Of the one Read that is going on, and of the one Write: net/http and TLS see to it that there
 	// is no second one.
@@ -75,6 +82,10 @@ func (c *clientConn) Read(p []byte) (int, error) {
 	if c.raw == nil || len(p) == 0 {
 		return c.Conn.Read(p)
 	}
+	if c.presence.spares(len(p)) {
+		return 0, nil
+	}
+	defer c.presence.read()
 	for {
 		c.in, c.got, c.inErr = p, 0, nil
 		err := c.raw.Read(c.read)
@@ -116,6 +127,8 @@ func (c *clientConn) SetReadDeadline(t time.Time) error {
 	defer c.mu.Unlock()
 	c.due = t
 	switch {
+	case c.presence.spared() && t.Before(longAgo) && !t.IsZero(): // there is no Read to wake
+		return nil
 	case !t.IsZero() && (c.set.IsZero() || t.Before(c.set)):
 		c.set = t
 	case c.set.Before(longAgo) && !c.set.IsZero(): // it was to wake a Read, and would wake the next one too
@@ -222,6 +235,15 @@ func (c *clientConn) SetDeadline(t time.Time) error {
 		return err
 	}
 	return c.SetWriteDeadline(t)
+}
+
+// Close ends the connection, and the context of its requests.
+func (c *clientConn) Close() error {
+	c.clients.remove(c)
+	if c.leave != nil {
+		c.leave()
+	}
+	return c.Conn.Close()
 }
 
 // CloseWrite tells the client that nothing more comes, where that can be told. net/http does so when

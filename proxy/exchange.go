@@ -20,12 +20,13 @@ import (
 // exchange is one inference request from its head to the last byte of its answer. It belongs to
 // the goroutine of its handler; only its slot is seen by others.
 type exchange struct {
-	s     *Server
-	ep    *endpoint
-	req   *http.Request
-	w     *echo.Response
-	id    string
-	start time.Time
+	s      *Server
+	ep     *endpoint
+	req    *http.Request
+	w      *echo.Response
+	client *clientConn // of req; nil where that is not known
+	id     string
+	start  time.Time
 
 	body       []byte // as the client sent it, once it is whole
 	bytesIn    int    // of the body, whole or not
@@ -89,6 +90,7 @@ type outcome struct {
 func (s *Server) infer(ep *endpoint) echo.HandlerFunc {
 	return func(c echo.Context) error {
 		x := s.newExchange(ep, c)
+		defer x.client.served()
 		x.handle()
 		*x = exchange{} // after a panic it is left to the garbage collector
 		exchanges.Put(x)
@@ -129,6 +131,7 @@ var exchanges = sync.Pool{New: func() any { return new(exchange) }}
 func (s *Server) newExchange(ep *endpoint, c echo.Context) *exchange {
 	x := exchanges.Get().(*exchange)
 	x.s, x.ep, x.req, x.w, x.start = s, ep, c.Request(), c.Response(), time.Now()
+	x.client = clientOf(x.req.Context())
 	x.memory = bodyMemory{budget: &s.bodies}
 	x.id = requestID(x.req.Header)
 	id := []string{x.id}

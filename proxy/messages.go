@@ -39,6 +39,7 @@ func (s *Server) countTokens(c echo.Context) error {
 	x := s.newExchange(&counting, c)
 	s.inflight.Add(1) // so that a drain lets it end
 	defer s.leave()
+	defer x.client.served()
 	defer x.memory.release()
 	if !s.knows(x.req.Header) {
 		x.fail(unauthorized())

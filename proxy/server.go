@@ -65,6 +65,7 @@ type Server struct {
 
 	bodies  budget   // memory of request bodies
 	uploads uploads  // requests whose body is being read
+	clients clients  // connections
 	slots   slots    // reservations of requests that are still there
 	peers   sync.Map // worker.ID -> *peer
 	models  models   // what is remembered of each model
@@ -180,7 +181,7 @@ func (s *Server) start(requests context.Context, ln net.Listener, h http.Handler
 		BaseContext: func(net.Listener) context.Context { return requests }, ConnContext: withClient,
 		ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 	}
-	ln = clientListener{ln, s.cfg.ClientWriteTimeout}
+	ln = clientListener{ln, &s.clients, s.cfg.ClientWriteTimeout}
 	if s.tls == nil {
 		go func() { served <- srv.Serve(ln) }()
 		return srv

@@ -88,8 +88,8 @@ const (
 	followEvery  = time.Second // for what workers have told meanwhile of their blocks
 )
 
-// tick releases predicted prefill, lets waiting requests go, lets circuits become half-open, sends canaries and looks for
-// leaks until ctx ends.
+// tick releases predicted prefill, lets waiting requests go, lets circuits become half-open, sends
+// canaries and looks for clients that have left and for leaks until ctx ends.
 func (s *Server) tick(ctx context.Context) {
 	t := time.NewTicker(releaseEvery)
 	defer t.Stop()
@@ -99,6 +99,7 @@ func (s *Server) tick(ctx context.Context) {
 	defer canaries.Wait()
 	look := time.Now()
 	follow := look.Add(followEvery)
+	leavers := look
 	for {
 		select {
 		case <-ctx.Done():
@@ -121,6 +122,10 @@ func (s *Server) tick(ctx context.Context) {
 				s.workers.follow()
 				s.caches.expire(now)
 				follow = now.Add(followEvery)
+			}
+			if !now.Before(leavers) {
+				s.clients.look()
+				leavers = now.Add(lookEvery)
 			}
 			if now.After(sweep) {
 				s.router.Partitions("", func(p *router.Partition) { p.Expire(now) })

@@ -8,3 +8,13 @@
 //
 // Errors are bare errno values, EAGAIN and EINTR among them.
 package sockio
+
+import "syscall"
+
+// Ended tells whether the other side has ended a connection, and all that it had sent has been read.
+// It takes nothing from the socket.
+func Ended(fd uintptr) bool {
+	var b [1]byte
+	n, _, err := syscall.Recvfrom(int(fd), b[:], syscall.MSG_PEEK)
+	return n == 0 && err == nil || err != nil && err != syscall.EAGAIN && err != syscall.EINTR
+}

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"spillway/proxy/sockio"
 )
@@ -109,4 +110,39 @@ func TestRead(t *testing.T) {
 	if first != nil || second != syscall.EPIPE && second != syscall.ECONNRESET {
 		t.Errorf("writes to a closed peer: %v, %v, want nil, then EPIPE or ECONNRESET", first, second)
 	}
+}
+
+func TestEnded(t *testing.T) {
+	raw, peer := pair(t)
+	check := func(when string, want bool) {
+		t.Helper()
+		got := !want
+		for end := time.Now().Add(time.Minute); got != want && time.Now().Before(end); time.Sleep(time.Millisecond) {
+			if err := raw.Control(func(fd uintptr) { got = sockio.Ended(fd) }); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if got != want {
+			t.Errorf("Ended = %v %s, want %v", got, when, want)
+		}
+	}
+	check("while nothing comes", false)
+	if _, err := peer.Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	if err := peer.CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(10 * time.Millisecond) // for both to have come
+	check("with a byte to be read before the end", false)
+	var b [1]byte
+	if err := raw.Read(func(fd uintptr) bool { n, _ := sockio.Read(fd, b[:]); return n == 1 }); err != nil || b[0] != 'x' {
+		t.Fatalf("read %q, %v, want the byte", b, err)
+	}
+	check("at the end", true)
+
+	raw, peer = pair(t)
+	_ = peer.SetLinger(0)
+	_ = peer.Close()
+	check("after a reset", true)
 }

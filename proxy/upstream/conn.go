@@ -218,11 +218,7 @@ func (cn *conn) look() {
 		return
 	}
 	ended := false
-	_ = cn.raw.Control(func(fd uintptr) { // or it is closed
-		var b [1]byte
-		n, _, err := syscall.Recvfrom(int(fd), b[:], syscall.MSG_PEEK)
-		ended = n == 0 && err == nil || err != nil && err != syscall.EAGAIN && err != syscall.EINTR
-	})
+	_ = cn.raw.Control(func(fd uintptr) { ended = sockio.Ended(fd) }) // or it is closed
 	if ended {
 		cn.shut()
 	}

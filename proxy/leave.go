@@ -1,0 +1,123 @@
+package proxy
+
+import (
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"spillway/proxy/sockio"
+)
+
+// clients are the connections of clients. Those whose request is being served are looked at now and
+// then, to find clients that have left.
+//
+// net/http does so by a Read beside the handler, from when the body has been read. Short requests pay
+// for that: a goroutine, a read that finds nothing, and a deadline in the past to end it. presence
+// spares them the Read, which then finds nothing at once, and look takes its place.
+type clients struct {
+	mu    sync.Mutex // guards the field below; no I/O is done while it is held
+	conns map[*clientConn]struct{}
+}
+
+// lookEvery is the time between two rounds of look. A client that has left is noticed within twice
+// that; a request that takes less is never looked at.
+const lookEvery = 100 * time.Millisecond
+
+func (l *clients) add(c *clientConn) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.conns == nil {
+		l.conns = map[*clientConn]struct{}{}
+	}
+	l.conns[c] = struct{}{}
+	c.clients = l
+}
+
+func (l *clients) remove(c *clientConn) {
+	l.mu.Lock()
+	delete(l.conns, c)
+	l.mu.Unlock()
+}
+
+// look ends the contexts of clients that have left, as net/http would, among those whose request has
+// been served since the last round. Like net/http it cannot tell those that have only stopped sending,
+// and notices nobody who has sent more than the request.
+func (l *clients) look() {
+	l.mu.Lock()
+	var due []*clientConn
+	for c := range l.conns {
+		if c.presence.due() {
+			due = append(due, c)
+		}
+	}
+	l.mu.Unlock()
+	for _, c := range due {
+		left := false
+		err := c.raw.Control(func(fd uintptr) { left = sockio.Ended(fd) })
+		if left || err != nil {
+			c.leave()
+		}
+	}
+}
+
+// presence is whether the client of a request is still there, as far as that is asked for. The zero
+// value is that of a connection without a request.
+type presence struct {
+	watch atomic.Int32 // net/http's, one of the below
+	turns atomic.Int32 // rounds of look until the client is looked at; 0: nobody wants to know
+}
+
+const (
+	unknown  int32 = iota
+	spared         // the next Read of one byte is net/http's, and finds nothing
+	watching       // a Read of one byte is going on
+)
+
+// serving notes that the request on c has come whole: until served the client is looked after.
+func (c *clientConn) serving() {
+	if c == nil || c.raw == nil {
+		return
+	}
+	c.presence.watch.CompareAndSwap(unknown, spared) // or net/http has been quick and reads already
+	c.presence.turns.Store(2)
+}
+
+// served ends what serving has begun.
+func (c *clientConn) served() {
+	if c != nil {
+		c.presence.turns.Store(0)
+	}
+}
+
+// due tells, once in a round, whether the client is to be looked at.
+func (p *presence) due() bool {
+	n := p.turns.Load()
+	if n > 1 {
+		p.turns.CompareAndSwap(n, n-1)
+	}
+	return n == 1
+}
+
+// spares tells whether a Read of so many bytes is to find nothing. Otherwise it begins, and read
+// ends it.
+func (p *presence) spares(bytes int) bool {
+	if bytes != 1 { // no watch
+		if p.spared() {
+			p.watch.Store(unknown)
+		}
+		return false
+	}
+	for {
+		switch {
+		case p.watch.CompareAndSwap(spared, unknown):
+			return true
+		case p.watch.CompareAndSwap(unknown, watching):
+			return false
+		}
+	}
+}
+
+func (p *presence) read() { p.watch.CompareAndSwap(watching, unknown) }
+
+// spared tells whether a Read is to be spared.
+func (p *presence) spared() bool { return p.watch.Load() == spared }
