@@ -85,6 +85,9 @@ func (c *Client) dial(ctx context.Context, until time.Time) (*conn, error) {
 		cn.nc = secure
 	}
 	cn.abort = func() {
+		// A worker that is sending and waits for room is told only by a reset. The kernel makes none
+		// by itself if what the worker had sent is read to the end before the socket is closed.
+		_ = sock.(*net.TCPConn).SetLinger(0)
 		cn.shut() // closing waits for who is reading, whom each lets wait for others
 		_ = cn.sock.Close()
 	}

@@ -9,6 +9,7 @@ import (
 	"net/url"
 	"os"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -215,6 +216,42 @@ func TestCancel(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestCancelTellsAStuckWorker: a worker that waits for room to send is told too, even if all that it
+// has sent is read afterwards.
+func TestCancelTellsAStuckWorker(t *testing.T) {
+	told := make(chan struct{})
+	var sent atomic.Int64
+	w := newWorker(t, func(p *peer) {
+		defer close(told)
+		_, ok := p.request()
+		_, err := io.WriteString(p, "HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")
+		for part := make([]byte, 64<<10); ok && err == nil; sent.Add(1) {
+			_, err = p.Write(part)
+		}
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	resp, err := w.client(t, upstream.Config{}).Do(ctx, post(""))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for before := int64(-1); sent.Load() != before; time.Sleep(50 * time.Millisecond) {
+		before = sent.Load()
+	}
+	err = resp.Each(func([]byte) bool {
+		cancel()
+		time.Sleep(time.Millisecond) // so that the connection is shut while there is more to be read
+		return true
+	})
+	if kind(err) != "cancelled" {
+		t.Errorf("Each = %v, want context.Canceled", err)
+	}
+	if err := resp.Close(); err != nil {
+		t.Errorf("Close = %v", err)
+	}
+	await(t, told, "the worker cannot write any more")
 }
 
 func TestCancelledBeforehand(t *testing.T) {
