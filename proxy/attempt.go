@@ -99,7 +99,7 @@ func (x *exchange) admit(h hints) error {
 		if first == nil {
 			first = last
 		}
-		if !last.retry || h.worker != "" || x.attempts > x.retries(last) || x.req.Context().Err() != nil {
+		if !last.retry || h.worker != "" || x.attempts > x.retries(last) || x.ctx.Err() != nil {
 			return first
 		}
 		now = time.Now()

@@ -75,7 +75,7 @@ func (x *exchange) allow(then time.Time) error {
 		return unreadable(err)
 	}
 	if x.stopped() { // or the deadline that was to wake us is lost
-		return x.req.Context().Err()
+		return x.ctx.Err()
 	}
 	return nil
 }
@@ -87,7 +87,7 @@ func (x *exchange) broken(err error) error {
 	case errors.As(err, &large):
 		return x.tooLarge()
 	case x.stopped():
-		return x.req.Context().Err()
+		return x.ctx.Err()
 	}
 	// net/http has ended the context, but the client may only have stopped sending.
 	return x.unread(unreadable(err))

@@ -18,8 +18,8 @@ func withClient(ctx context.Context, nc net.Conn) context.Context {
 	if !ok {
 		return ctx
 	}
-	ctx, c.leave = context.WithCancel(ctx)
-	return context.WithValue(ctx, clientKey{}, c)
+	c.requests = newClientContext(ctx)
+	return context.WithValue(c.requests, clientKey{}, c)
 }
 
 // clientOf is the connection that a request has come on, nil if that is not known.

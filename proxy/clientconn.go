@@ -1,7 +1,6 @@
 package proxy
 
 import (
-	"context"
 	"io"
 	"net"
 	"os"
@@ -40,8 +39,8 @@ type clientConn struct {
 	net.Conn
 	raw          syscall.RawConn // of Conn; nil if that is no socket
 	writeTimeout time.Duration
-	clients      *clients           // it is one of; set by add
-	leave        context.CancelFunc // ends the context of its requests; nil with TLS
+	clients      *clients       // it is one of; set by add
+	requests     *clientContext // nil with TLS
 	presence     presence
 
 	// Of the one Read that is going on, and of the one Write: net/http and TLS see to it that there
@@ -240,8 +239,8 @@ func (c *clientConn) SetDeadline(t time.Time) error {
 // Close ends the connection, and the context of its requests.
 func (c *clientConn) Close() error {
 	c.clients.remove(c)
-	if c.leave != nil {
-		c.leave()
+	if c.requests != nil {
+		c.requests.close()
 	}
 	return c.Conn.Close()
 }

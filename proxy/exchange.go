@@ -24,7 +24,8 @@ type exchange struct {
 	ep     *endpoint
 	req    *http.Request
 	w      *echo.Response
-	client *clientConn // of req; nil where that is not known
+	client *clientConn     // of req; nil where that is not known
+	ctx    context.Context // ends when the client leaves or the server stops
 	id     string
 	start  time.Time
 
@@ -131,7 +132,10 @@ var exchanges = sync.Pool{New: func() any { return new(exchange) }}
 func (s *Server) newExchange(ep *endpoint, c echo.Context) *exchange {
 	x := exchanges.Get().(*exchange)
 	x.s, x.ep, x.req, x.w, x.start = s, ep, c.Request(), c.Response(), time.Now()
-	x.client = clientOf(x.req.Context())
+	x.ctx = x.req.Context()
+	if x.client = clientOf(x.ctx); x.client != nil {
+		x.ctx = x.client.requests
+	}
 	x.memory = bodyMemory{budget: &s.bodies}
 	x.id = requestID(x.req.Header)
 	id := []string{x.id}
@@ -151,7 +155,7 @@ func notReady() *httperr.Error {
 
 // stopped tells whether it was the drain's end that cancelled the request, not its client.
 func (x *exchange) stopped() bool {
-	return stage(x.s.stage.Load()) == stopping && errors.Is(context.Cause(x.req.Context()), errStopping)
+	return stage(x.s.stage.Load()) == stopping && errors.Is(context.Cause(x.ctx), errStopping)
 }
 
 // end closes the books of the request, whatever happened to it, a panic included.

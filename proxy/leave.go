@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"context"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -55,7 +56,7 @@ func (l *clients) look() {
 		left := false
 		err := c.raw.Control(func(fd uintptr) { left = sockio.Ended(fd) })
 		if left || err != nil {
-			c.leave()
+			c.requests.end()
 		}
 	}
 }
@@ -121,3 +122,58 @@ func (p *presence) read() { p.watch.CompareAndSwap(watching, unknown) }
 
 // spared tells whether a Read is to be spared.
 func (p *presence) spared() bool { return p.watch.Load() == spared }
+
+// clientContext is the context of all requests on one connection: it ends when the client leaves, the
+// server stops or the connection is closed. Unlike context.AfterFunc, its own costs no memory.
+type clientContext struct {
+	context.Context
+	end  context.CancelFunc // of Context
+	stop func() bool        // ended is to be called
+	undo func() bool        // what AfterFunc returns
+
+	mu sync.Mutex // guards f; nothing is called while it is held
+	f  func()     // to be called at the end, or nil
+}
+
+func newClientContext(parent context.Context) *clientContext {
+	c := &clientContext{}
+	c.Context, c.end = context.WithCancel(parent)
+	c.stop = context.AfterFunc(c.Context, c.ended)
+	c.undo = func() bool { return c.take() != nil }
+	return c
+}
+
+// AfterFunc is context.AfterFunc for this context.
+func (c *clientContext) AfterFunc(f func()) (stop func() bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.f != nil || c.Err() != nil { // a second one, which a request has no use for, or it is late
+		return context.AfterFunc(c.Context, f)
+	}
+	c.f = f
+	return c.undo
+}
+
+// take takes back what was to be called, nil if there is nothing.
+func (c *clientContext) take() func() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	f := c.f
+	c.f = nil
+	return f
+}
+
+func (c *clientContext) ended() {
+	if f := c.take(); f != nil {
+		f()
+	}
+}
+
+// close ends the context. Nobody is called in the goroutine of the caller, who may be waited for.
+func (c *clientContext) close() {
+	c.stop()
+	c.end()
+	if f := c.take(); f != nil {
+		go f()
+	}
+}

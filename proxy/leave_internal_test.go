@@ -5,7 +5,9 @@ import (
 	"errors"
 	"net"
 	"os"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 )
 
@@ -116,6 +118,54 @@ func TestLook(t *testing.T) {
 			if ctx.Err() == nil || len(server.clients.conns) != 0 {
 				t.Errorf("after Close the context ends in %v and %d connections are kept", ctx.Err(), len(server.clients.conns))
 			}
+		})
+	}
+}
+
+// TestClientContextCalls: what AfterFunc was given is called once, however the context ends, unless it
+// was taken back.
+func TestClientContextCalls(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		ends func(c *clientContext, parent context.CancelFunc)
+	}{
+		{"left", func(c *clientContext, _ context.CancelFunc) { c.end() }},
+		{"closed", func(c *clientContext, _ context.CancelFunc) { c.close() }},
+		{"left and closed", func(c *clientContext, _ context.CancelFunc) { c.end(); c.close() }},
+		{"the server stops", func(_ *clientContext, parent context.CancelFunc) { parent() }},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				parent, cancel := context.WithCancel(t.Context())
+				c := newClientContext(parent)
+				var calls [5]atomic.Int32
+				after := func(i int) (stop func() bool) { return c.AfterFunc(func() { calls[i].Add(1) }) }
+				if stop := after(0); !stop() || stop() {
+					t.Error("stop does not tell that it was the first to stop")
+				}
+				after(1)
+				after(2) // beside it
+				if !after(3)() {
+					t.Error("the third cannot be stopped")
+				}
+				if synctest.Wait(); calls[1].Load() != 0 {
+					t.Error("called before the end")
+				}
+				tt.ends(c, cancel)
+				after(4) // too late
+				synctest.Wait()
+				for i, want := range []int32{0, 1, 1, 0, 1} {
+					if got := calls[i].Load(); got != want {
+						t.Errorf("%d was called %d times, want %d", i, got, want)
+					}
+				}
+				stop := after(4)
+				if synctest.Wait(); stop() {
+					t.Error("what was called can be stopped")
+				}
+				c.close()
+				cancel()
+			})
 		})
 	}
 }

@@ -51,7 +51,7 @@ func (s *Server) countTokens(c echo.Context) error {
 	}
 	candidates, err := x.routable()
 	for i, w := range candidates {
-		if i > max(s.cfg.MigrationLimit, 1) || x.req.Context().Err() != nil {
+		if i > max(s.cfg.MigrationLimit, 1) || x.ctx.Err() != nil {
 			break
 		}
 		if err = x.askCount(w, i); err == nil {
@@ -92,7 +92,7 @@ func (x *exchange) askCount(w *worker.Worker, attempt int) error {
 		return err
 	}
 	x.attempts++
-	ctx, cancel := context.WithTimeout(x.req.Context(), countingTime)
+	ctx, cancel := context.WithTimeout(x.ctx, countingTime)
 	defer cancel()
 	head := headPool.Get().(*[]byte)
 	defer putHead(head)
@@ -121,7 +121,7 @@ func (x *exchange) askCount(w *worker.Worker, attempt int) error {
 }
 
 func (x *exchange) uncounted(err error) error {
-	if left := x.req.Context().Err(); left != nil {
+	if left := x.ctx.Err(); left != nil {
 		return left
 	}
 	return x.badGateway(byReset, err)

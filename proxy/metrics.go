@@ -293,7 +293,7 @@ func (x *exchange) close(now time.Time) {
 		x.s.metrics.routerRequests.Add(1)
 	}
 	if x.out.failure != nil && x.out.failure.Cause == httperr.Cancelled {
-		if x.gone || x.req.Context().Err() != nil {
+		if x.gone || x.ctx.Err() != nil {
 			x.s.metrics.disconnected.Add(1)
 		}
 		mm.cancelled[x.ep.index][kind].Add(1)

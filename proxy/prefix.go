@@ -151,7 +151,7 @@ func (x *exchange) tokens(k *prefix) []uint32 {
 	if x.s.tokenizer.Tokenize == nil || x.ep.dialect != openAI || x.scan.promptEmbeds.given() {
 		return nil
 	}
-	t := x.s.tokenizer.Tokenize(x.req.Context(), Prompt{
+	t := x.s.tokenizer.Tokenize(x.ctx, Prompt{
 		Partition: x.target.Partition.Key, Served: x.target.Served, Chat: x.ep == &endpoints[chatCompletions], Body: x.body,
 	})
 	switch {

@@ -78,8 +78,8 @@ func (x *exchange) awaitTurn(part *router.Partition, ticket *router.Ticket, read
 		return a, nil
 	case <-timer.C:
 		why = router.ErrQueueTimeout
-	case <-x.req.Context().Done():
-		why = x.req.Context().Err()
+	case <-x.ctx.Done():
+		why = x.ctx.Err()
 	case <-x.s.waitOver:
 		why = notReady()
 	}
@@ -87,11 +87,11 @@ func (x *exchange) awaitTurn(part *router.Partition, ticket *router.Ticket, read
 		return router.Admission{}, why
 	}
 	a := <-ready // who let us go is about to say so
-	if a.Err == nil && x.req.Context().Err() != nil {
+	if a.Err == nil && x.ctx.Err() != nil {
 		now := time.Now()
 		part.Free(ticket.Query.Reservation, now) // nobody has been told of the booking yet
 		x.s.letGo(part, now)
-		return router.Admission{}, x.req.Context().Err()
+		return router.Admission{}, x.ctx.Err()
 	}
 	return a, nil
 }

@@ -99,7 +99,7 @@ func TestLeftAndLetGo(t *testing.T) {
 		admitted := part.Admit(time.Now()) // of which the waiter has not heard yet
 		ctx, leave := context.WithCancel(t.Context())
 		leave()
-		x := &exchange{s: &Server{waitOver: make(chan struct{})}, req: (&http.Request{}).WithContext(ctx)}
+		x := &exchange{s: &Server{waitOver: make(chan struct{})}, req: &http.Request{}, ctx: ctx}
 		ended := make(chan error, 1)
 		go func() {
 			_, err := x.awaitTurn(part, ticket, waiting.ready, time.Hour)

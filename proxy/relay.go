@@ -33,7 +33,7 @@ func (x *exchange) try(attempt int) error {
 	if x.sent != nil {
 		req.Sent = x.departed
 	}
-	err := x.peer.client.DoInto(x.req.Context(), &req, resp)
+	err := x.peer.client.DoInto(x.ctx, &req, resp)
 	putHead(head) // not at the end: an answer may take minutes
 	if err != nil {
 		return x.lost(err, x.scan.stream == yes)
@@ -59,7 +59,7 @@ func (x *exchange) try(attempt int) error {
 // unless it was the client that left or ran out of time. retry is whether a limit that the worker
 // passed is a reason to try another one.
 func (x *exchange) lost(err error, retry bool) error {
-	if ctxErr := x.req.Context().Err(); ctxErr != nil {
+	if ctxErr := x.ctx.Err(); ctxErr != nil {
 		return ctxErr
 	}
 	if now := time.Now(); x.expired(now) || errors.Is(err, os.ErrDeadlineExceeded) {
@@ -107,7 +107,7 @@ func (x *exchange) refused(resp *upstream.Response) error {
 		}
 		body = append(body, part[:min(len(part), maxErrorBody-len(body))]...)
 	}
-	if err := x.req.Context().Err(); err != nil {
+	if err := x.ctx.Err(); err != nil {
 		return err
 	}
 	after, given := retryAfterOf(resp)

@@ -320,7 +320,7 @@ func (st *stream) send(events []byte, now time.Time) (int, error) {
 // over ends the stream where the worker's answer did, cleanly or not.
 func (st *stream) over(err error) error {
 	x := st.x
-	if ctxErr := x.req.Context().Err(); ctxErr != nil {
+	if ctxErr := x.ctx.Err(); ctxErr != nil {
 		if x.stopped() && st.committed {
 			return st.breakOff(notReady())
 		}

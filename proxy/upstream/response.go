@@ -225,7 +225,11 @@ func (r *Response) Close() error {
 // exchange sends req and reads the response head. After an error the exchange has ended, and
 // lost says whether the connection was merely found dead.
 func (r *Response) exchange(req *Request) error {
-	if r.ctx.Done() != nil {
+	if own, ok := r.ctx.(interface {
+		AfterFunc(f func()) (stop func() bool)
+	}); ok { // which context.AfterFunc would not use
+		r.stop = own.AfterFunc(r.conn.abort)
+	} else if r.ctx.Done() != nil {
 		r.stop = context.AfterFunc(r.ctx, r.conn.abort)
 	}
 	if err := r.ask(req); err != nil {
