@@ -63,13 +63,16 @@ func (e *entry) declare(w *worker.Worker) {
 	}
 	// Ranks of a former declaration that are still reported stay until they are not, but not
 	// beyond what one worker may have.
-	for i := len(e.ranks) - 1; i >= 0 && len(e.ranks) > worker.MaxDPSize; i-- {
+	for i := len(e.ranks) - 1; i >= 0 && len(e.ranks) > e.most(); i-- {
 		if !e.ranks[i].declared {
 			e.ranks = slices.Delete(e.ranks, i, i+1)
 		}
 	}
 	e.prune()
 }
+
+// most is how many ranks the worker may have.
+func (e *entry) most() int { return max(int(e.w.DPSize), worker.MaxReportedRanks) }
 
 // single reports whether the worker is one rank with no number of its own.
 func (e *entry) single() bool { return e.w.DPSize == 0 && len(e.ranks) == 1 }
@@ -134,7 +137,7 @@ func (e *entry) observe(s *Sample, now time.Time, staleAfter time.Duration) *ran
 		r.dp = s.Rank.DP
 	}
 	if r == nil {
-		if len(e.ranks) >= worker.MaxDPSize {
+		if len(e.ranks) >= e.most() {
 			e.dropped++
 			return nil
 		}

@@ -142,17 +142,17 @@ func TestTickTellsWhen(t *testing.T) {
 func TestHostilePage(t *testing.T) {
 	l := busy.New(config(t, "0.85,-,-"), books{})
 	l.Register(&worker.Worker{ID: w7}, t0)
-	page := make([]busy.Sample, 3*worker.MaxDPSize)
+	page := make([]busy.Sample, 3*worker.MaxReportedRanks)
 	for i := range page {
 		page[i] = busy.Sample{Rank: worker.Rank{Worker: w7, DP: uint32(len(page) - i)}, TakenAt: t0, KVUsedBlocks: new(uint64(1))}
 	}
 	page[0].Rank.DP = worker.AnyDP
 	l.Scraped(w7, page, false, t0)
 	st := l.Workers(t0)[0]
-	if got, want := len(st.Ranks), worker.MaxDPSize; got != want {
+	if got, want := len(st.Ranks), worker.MaxReportedRanks; got != want {
 		t.Errorf("%d ranks, want %d", got, want)
 	}
-	if got, want := st.Dropped, uint64(2*worker.MaxDPSize); got != want {
+	if got, want := st.Dropped, uint64(2*worker.MaxReportedRanks); got != want {
 		t.Errorf("%d dropped, want %d", got, want)
 	}
 	// Another declaration on top of a full worker stays within the bound too.

@@ -39,7 +39,7 @@ type KVStatus struct {
 }
 
 // maxFedRanks bounds the ranks that one publisher may speak for.
-const maxFedRanks = worker.MaxDPSize
+const maxFedRanks = worker.MaxReportedRanks
 
 // kvListener listens to one publisher.
 type kvListener struct {

@@ -198,7 +198,7 @@ func parseRank(label []byte) (uint32, bool) {
 
 func (r *mapReader) know(dp uint32) bool {
 	if r.ranks[dp] == nil {
-		if len(r.ranks) == worker.MaxDPSize {
+		if len(r.ranks) == worker.MaxReportedRanks {
 			return false
 		}
 		r.ranks[dp] = new([numRoles]*float64)

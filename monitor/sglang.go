@@ -50,7 +50,7 @@ const loadsPath = "/v1/loads?include=core,queues,disagg,memory"
 const sglangHint = "SGLang serves /metrics only when asStart with --enable-metrics"
 
 // maxLoads bounds an answer to /v1/loads: 1 KiB for each rank that a worker may have.
-const maxLoads = worker.MaxDPSize << 10
+const maxLoads = worker.MaxReportedRanks << 10
 
 // readLoads reads an answer to /v1/loads. Some builds say 0 for what they leave out.
 func readLoads(body []byte) page {
@@ -82,7 +82,7 @@ func readLoads(body []byte) page {
 			}
 			dp = uint32(*l.DP)
 		}
-		if seen[dp] || len(seen) == worker.MaxDPSize {
+		if seen[dp] || len(seen) == worker.MaxReportedRanks {
 			p.invalid = true
 			continue
 		}

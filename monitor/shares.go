@@ -17,7 +17,7 @@ const (
 	// maxParts bounds the publishers about one rank.
 	maxParts = 256
 	// maxShares bounds the publishers of all ranks of one worker together.
-	maxShares = 4 * worker.MaxDPSize
+	maxShares = 4 * worker.MaxReportedRanks
 )
 
 // shares are what other routers have promised the ranks of one worker, by rank, as the event

@@ -59,7 +59,7 @@ func vllmName(name []byte) metric {
 
 // maxSeries bounds the wanted series of one page: all ranks that a worker may have, each with
 // every wanted metric twice. What is beyond is left out and the page counts as invalid.
-const maxSeries = 24 * worker.MaxDPSize
+const maxSeries = 24 * worker.MaxReportedRanks
 
 // maxCount bounds counts and capacities, so that no number of a page overflows ours.
 const maxCount = 1 << 53
@@ -191,7 +191,7 @@ func engineOf(s series) (uint32, bool) {
 
 func (r *vllmReader) know(dp uint32) bool {
 	if r.ranks[dp] == nil {
-		if len(r.ranks) == worker.MaxDPSize {
+		if len(r.ranks) == worker.MaxReportedRanks {
 			return false
 		}
 		r.ranks[dp] = &vllmRank{}
@@ -231,7 +231,7 @@ func (c *count) add(s series) {
 func (r *vllmReader) info(s series, dp uint32) bool {
 	label, labelled := s.label("engine")
 	r.bare = r.bare || !labelled || len(label) == 0
-	if _, ok := r.infos[dp]; !ok && len(r.infos) == worker.MaxDPSize {
+	if _, ok := r.infos[dp]; !ok && len(r.infos) == worker.MaxReportedRanks {
 		return false
 	}
 	blocks, ok1 := infoNumber(s, "num_gpu_blocks")

@@ -419,7 +419,7 @@ func (c *workerCollector) booked(st *busy.WorkerStatus, r tracker.RankLoad, met 
 
 // number is a rank in decimal.
 func (c *workerCollector) number(dp uint32) string {
-	for dp < worker.MaxDPSize && len(c.dp) <= int(dp) {
+	for dp < worker.MaxReportedRanks && len(c.dp) <= int(dp) {
 		c.dp = append(c.dp, strconv.Itoa(len(c.dp)))
 	}
 	if int(dp) < len(c.dp) {

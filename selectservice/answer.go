@@ -1,6 +1,8 @@
 package selectservice
 
 import (
+	"cmp"
+	"slices"
 	"strconv"
 
 	"spillway/jsonhttp"
@@ -67,13 +69,15 @@ func appendOverlap(b []byte, rec *record, m *kvindex.Matches, blockSize int) []b
 	b = jsonhttp.AppendUint(b, `{"longest_matched":`, tokens(o.Disk))
 	b = jsonhttp.AppendUint(b, `,"gpu":`, tokens(o.GPU))
 	b = append(b, `,"dp":{`...)
+	slices.SortFunc(of, func(a, b kvindex.Match) int { return cmp.Compare(a.Rank.DP, b.Rank.DP) })
 	start, size := rec.ranks()
 	for i := range size {
+		for len(of) > 0 && of[0].Rank.DP < start+i {
+			of = of[1:]
+		}
 		device := 0
-		for _, x := range of {
-			if x.Rank.DP == start+i {
-				device = x.Device
-			}
+		if len(of) > 0 && of[0].Rank.DP == start+i {
+			device = of[0].Device
 		}
 		b = strconv.AppendUint(appendKey(b, int(i), start+i), tokens(device), 10)
 	}

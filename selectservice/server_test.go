@@ -464,6 +464,25 @@ func TestReplicatedBookings(t *testing.T) {
 	s.empty()
 }
 
+// TestManyRanks checks that a worker may have as many ranks as is said, and no more.
+func TestManyRanks(t *testing.T) {
+	s := start(t, config())
+	register := func(ranks int) string {
+		return s.do("POST", "/workers", fmt.Sprintf(`{"worker_id":1,"endpoint":"http://w","block_size":4,"data_parallel_size":%d}`, ranks), 201)
+	}
+	if text := register(65536); !strings.Contains(text, `"lifecycle":"schedulable"`) {
+		t.Errorf("with 65,536 ranks: %s", text)
+	}
+	s.do("POST", "/reservations", `{"worker_id":1,"dp_rank":65535,"sequence_hashes":[1],"isl_tokens":4,"reservation_id":"last"}`, 201)
+	if text := s.do("POST", "/select", `{"token_ids":[1,2,3,4],"pinned_worker":{"worker_id":1,"dp_rank":65535}}`, 200); strings.Count(text, `":0`) < 65536 || !strings.Contains(text, `"dp_rank":65535,`) {
+		t.Errorf("POST /select = %.500s", text)
+	}
+	s.do("DELETE", "/reservations/last", "", 200)
+	if text := register(65537); !strings.Contains(text, `"not_schedulable_reasons":["data_parallel range is invalid`) {
+		t.Errorf("with 65,537 ranks: %s", text)
+	}
+}
+
 // TestMaxWorkers checks the bound of the catalog.
 func TestMaxWorkers(t *testing.T) {
 	cfg := config()

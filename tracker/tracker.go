@@ -182,7 +182,7 @@ func (t *Tracker) Register(w *worker.Worker, now time.Time) *Book {
 }
 
 // AddRank makes one more rank of a registered worker known: one that its engine reports although
-// it is not declared. It reports false if the worker is unknown or has worker.MaxDPSize ranks.
+// it is not declared. It reports false if the worker is unknown or has worker.MaxReportedRanks.
 func (t *Tracker) AddRank(r worker.Rank, now time.Time) bool {
 	t.lock()
 	defer t.mu.Unlock()
@@ -191,7 +191,7 @@ func (t *Tracker) AddRank(r worker.Rank, now time.Time) bool {
 		return false
 	}
 	if b.ranks[r.DP] == nil {
-		if len(b.ranks) >= worker.MaxDPSize {
+		if len(b.ranks) >= worker.MaxReportedRanks {
 			return false
 		}
 		t.addRankLocked(&rankBook{Rank: r, book: b, checked: now})

@@ -185,13 +185,13 @@ func TestAddRankIsBounded(t *testing.T) {
 	if tr.AddRank(rank(2, 0), start) {
 		t.Error("AddRank of an unknown worker = true, want false")
 	}
-	for dp := range uint32(worker.MaxDPSize) {
+	for dp := range uint32(worker.MaxReportedRanks) {
 		if !tr.AddRank(rank(1, dp), start) {
 			t.Fatalf("AddRank(%d) = false, want true", dp)
 		}
 	}
-	if tr.AddRank(rank(1, worker.MaxDPSize), start) || !tr.AddRank(rank(1, 7), start) {
-		t.Error("AddRank beyond MaxDPSize = true, or of a known rank = false")
+	if tr.AddRank(rank(1, worker.MaxReportedRanks), start) || !tr.AddRank(rank(1, 7), start) {
+		t.Error("AddRank beyond MaxReportedRanks = true, or of a known rank = false")
 	}
 }
 

@@ -141,8 +141,12 @@ func (w Worker) Normalize() (Worker, error) {
 	return w, nil
 }
 
-// MaxDPSize bounds the ranks of one worker, so that a wrong number cannot exhaust memory.
-const MaxDPSize = 4096
+// Bounds of the ranks of one worker, so that a wrong number cannot exhaust memory: of those that an
+// operator declares, and of those that are known by the word of an engine alone.
+const (
+	MaxDPSize        = 65536
+	MaxReportedRanks = 4096
+)
 
 // DefaultID is the ID of a worker that was given none: a 64-bit hash of its endpoint with the
 // top bit cleared, so that replicas which know it by the same URL agree.
