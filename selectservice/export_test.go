@@ -24,16 +24,16 @@ func (s *Server) Claims() int {
 func ReadBodies(body []byte) (statuses []int) {
 	var x jsonhttp.Decoder
 	for _, grouped := range []bool{false, true} {
-		b := newBodies("tenant_id", grouped)
+		b := newBodies("tenant_id", "routing_group", grouped)
 		for _, fields := range [][]field{b.choose, b.reserve, b.book, b.read, b.output, b.peer} {
 			x.Reset(body)
 			var r request
 			statuses = append(statuses, statusOf(jsonhttp.Object(&x, fields, &r)))
 		}
 	}
-	for _, fields := range [][]workerField{registerBody("tenant_id"), patchBody} {
+	for _, fields := range [][]workerField{registerBody("tenant_id", "routing_group"), patchBody} {
 		x.Reset(body)
-		var r record
+		var r registration
 		statuses = append(statuses, statusOf(jsonhttp.Object(&x, fields, &r)))
 	}
 	return statuses

@@ -155,12 +155,17 @@ func (r *record) worker() *worker.Worker {
 	}
 }
 
-// workerField is a field of a body that tells of a worker.
-type workerField = jsonhttp.Field[record]
+// registration is a body that tells of a worker.
+type registration struct {
+	record
+	names tenancy
+}
+
+type workerField = jsonhttp.Field[registration]
 
 // said is a field that keeps a pointer to what it read.
-func said[T any](of func(string, bool, func(*record) *T) workerField, name string, to func(*record) **T) workerField {
-	return jsonhttp.Optional(of(name, false, func(r *record) *T {
+func said[T any](of func(string, bool, func(*registration) *T) workerField, name string, to func(*registration) **T) workerField {
+	return jsonhttp.Optional(of(name, false, func(r *registration) *T {
 		v := new(T)
 		*to(r) = v
 		return v
@@ -168,8 +173,8 @@ func said[T any](of func(string, bool, func(*record) *T) workerField, name strin
 }
 
 // byRank is an object from ranks to endpoints.
-func byRank(name string, to func(*record) *map[uint32]string) workerField {
-	return jsonhttp.Custom(name, false, func(d *jsonhttp.Decoder, name string, r *record) *httperr.Error {
+func byRank(name string, to func(*registration) *map[uint32]string) workerField {
+	return jsonhttp.Custom(name, false, func(d *jsonhttp.Decoder, name string, r *registration) *httperr.Error {
 		all := map[uint32]string{}
 		*to(r) = all
 		return d.Entries(name, func(key string) *httperr.Error {
@@ -185,8 +190,8 @@ func byRank(name string, to func(*record) *map[uint32]string) workerField {
 }
 
 // variant is one of a few words.
-func variant(name string, words []string, to func(*record) **string) workerField {
-	return jsonhttp.Optional(jsonhttp.Custom(name, false, func(d *jsonhttp.Decoder, name string, r *record) *httperr.Error {
+func variant(name string, words []string, to func(*registration) **string) workerField {
+	return jsonhttp.Optional(jsonhttp.Custom(name, false, func(d *jsonhttp.Decoder, name string, r *registration) *httperr.Error {
 		word, failed := d.Text(name)
 		if failed == nil && !slices.Contains(words, word) {
 			return jsonhttp.Malformed(name, "%.32q is none of %v", word, words)
@@ -198,41 +203,40 @@ func variant(name string, words []string, to func(*record) **string) workerField
 
 // collections cannot be null where a worker is registered.
 var collections = []workerField{
-	jsonhttp.Strings("taints", false, func(r *record) *[]string { return &r.taints }),
-	jsonhttp.Custom("topology_domains", false, func(d *jsonhttp.Decoder, name string, r *record) *httperr.Error {
+	jsonhttp.Strings("taints", false, func(r *registration) *[]string { return &r.taints }),
+	jsonhttp.Custom("topology_domains", false, func(d *jsonhttp.Decoder, name string, r *registration) *httperr.Error {
 		r.domains = map[string]string{}
 		return d.Entries(name, func(key string) (failed *httperr.Error) {
 			r.domains[key], failed = d.Text(name)
 			return failed
 		})
 	}),
-	byRank("kv_events_endpoints", func(r *record) *map[uint32]string { return &r.eventsByRank }),
-	byRank("replay_endpoints", func(r *record) *map[uint32]string { return &r.replayByRank }),
+	byRank("kv_events_endpoints", func(r *registration) *map[uint32]string { return &r.eventsByRank }),
+	byRank("replay_endpoints", func(r *registration) *map[uint32]string { return &r.replayByRank }),
 }
 
 var scalars = []workerField{
-	said(jsonhttp.String, "endpoint", func(r *record) **string { return &r.endpoint }),
-	said(jsonhttp.String, "kv_events_endpoint", func(r *record) **string { return &r.events }),
-	said(jsonhttp.String, "replay_endpoint", func(r *record) **string { return &r.replay }),
-	said(jsonhttp.Uint32, "block_size", func(r *record) **uint32 { return &r.blockSize }),
-	said(jsonhttp.Uint32, "data_parallel_start_rank", func(r *record) **uint32 { return &r.dpStart }),
-	said(jsonhttp.Uint32, "data_parallel_size", func(r *record) **uint32 { return &r.dpSize }),
-	said(jsonhttp.Uint64, "max_num_batched_tokens", func(r *record) **uint64 { return &r.maxBatched }),
-	said(jsonhttp.Uint64, "total_kv_blocks", func(r *record) **uint64 { return &r.totalBlocks }),
-	said(jsonhttp.String, "stable_routing_id", func(r *record) **string { return &r.stableID }),
-	said(jsonhttp.Bool, "is_eagle", func(r *record) **bool { return &r.eagle }),
-	said(jsonhttp.String, "kv_transfer_domain", func(r *record) **string { return &r.domain }),
-	variant("kv_transfer_enforcement", []string{"required", "preferred"}, func(r *record) **string { return &r.enforcement }),
-	said(jsonhttp.Float, "kv_transfer_preferred_weight", func(r *record) **float64 { return &r.weight }),
+	said(jsonhttp.String, "endpoint", func(r *registration) **string { return &r.endpoint }),
+	said(jsonhttp.String, "kv_events_endpoint", func(r *registration) **string { return &r.events }),
+	said(jsonhttp.String, "replay_endpoint", func(r *registration) **string { return &r.replay }),
+	said(jsonhttp.Uint32, "block_size", func(r *registration) **uint32 { return &r.blockSize }),
+	said(jsonhttp.Uint32, "data_parallel_start_rank", func(r *registration) **uint32 { return &r.dpStart }),
+	said(jsonhttp.Uint32, "data_parallel_size", func(r *registration) **uint32 { return &r.dpSize }),
+	said(jsonhttp.Uint64, "max_num_batched_tokens", func(r *registration) **uint64 { return &r.maxBatched }),
+	said(jsonhttp.Uint64, "total_kv_blocks", func(r *registration) **uint64 { return &r.totalBlocks }),
+	said(jsonhttp.String, "stable_routing_id", func(r *registration) **string { return &r.stableID }),
+	said(jsonhttp.Bool, "is_eagle", func(r *registration) **bool { return &r.eagle }),
+	said(jsonhttp.String, "kv_transfer_domain", func(r *registration) **string { return &r.domain }),
+	variant("kv_transfer_enforcement", []string{"required", "preferred"}, func(r *registration) **string { return &r.enforcement }),
+	said(jsonhttp.Float, "kv_transfer_preferred_weight", func(r *registration) **float64 { return &r.weight }),
 }
 
-// registerBody are the fields of POST /workers, where tenant is the name of that one.
-func registerBody(tenant string) []workerField {
+// registerBody are the fields of POST /workers, where the tenant has these names.
+func registerBody(tenant, otherTenant string) []workerField {
 	return slices.Concat([]workerField{
-		jsonhttp.Uint64("worker_id", true, func(r *record) *uint64 { return &r.id }),
-		jsonhttp.String("model_name", false, func(r *record) *string { return &r.model }),
-		jsonhttp.String(tenant, false, func(r *record) *string { return &r.tenant }),
-	}, scalars, collections)
+		jsonhttp.Uint64("worker_id", true, func(r *registration) *uint64 { return &r.id }),
+		jsonhttp.String("model_name", false, func(r *registration) *string { return &r.model }),
+	}, tenancyFields(tenant, otherTenant, func(r *registration) *tenancy { return &r.names }), scalars, collections)
 }
 
 // patchBody are those of PATCH: it cannot move a worker.

@@ -1,6 +1,8 @@
 package selectservice
 
 import (
+	"fmt"
+	"net/http"
 	"slices"
 
 	"spillway/httperr"
@@ -12,6 +14,7 @@ import (
 // request is what bodies say, of all routes together; nil is what was not said.
 type request struct {
 	model, tenant string
+	names         tenancy
 	prompt        prompt
 
 	selectionID   *string
@@ -46,6 +49,34 @@ type constraints struct {
 	preferred []router.Preference
 }
 
+// tenancy is what was said of the tenant under its two names: that of the contract that is served, and
+// that of the other one.
+type tenancy struct {
+	own, other       string
+	hasOwn, hasOther bool
+}
+
+// tenancyFields are the fields of a body that name the tenant.
+func tenancyFields[R any](own, other string, to func(*R) *tenancy) []jsonhttp.Field[R] {
+	return []jsonhttp.Field[R]{
+		jsonhttp.String(own, false, func(r *R) *string { to(r).hasOwn = true; return &to(r).own }),
+		jsonhttp.String(other, false, func(r *R) *string { to(r).hasOther = true; return &to(r).other }),
+	}
+}
+
+// tenantOf is the tenant that was named, the default one if none was.
+func (s *Server) tenantOf(t *tenancy) (string, *httperr.Error) {
+	switch {
+	case t.hasOwn && t.hasOther && t.own != t.other:
+		return "", httperr.New(http.StatusBadRequest, fmt.Sprintf("%s and %s are two names of one thing, and are not given the same value", s.tenant, s.otherTenant))
+	case t.hasOwn:
+		return t.own, nil
+	case t.hasOther:
+		return t.other, nil
+	}
+	return worker.DefaultTenant, nil
+}
+
 func (r *request) partition() worker.Partition {
 	return worker.Partition{Model: r.model, Tenant: r.tenant}
 }
@@ -66,13 +97,11 @@ type bodies struct {
 	choose, reserve, book, read, output, peer []field
 }
 
-// newBodies returns the bodies of a contract: the name of the tenant, and whether a selection's ID
-// is that of its booking.
-func newBodies(tenant string, grouped bool) bodies {
-	partition := []field{
-		jsonhttp.String("model_name", false, func(r *request) *string { return &r.model }),
-		jsonhttp.String(tenant, false, func(r *request) *string { return &r.tenant }),
-	}
+// newBodies returns the bodies of a contract: the names of the tenant, its own first, and whether a
+// selection's ID is that of its booking.
+func newBodies(tenant, otherTenant string, grouped bool) bodies {
+	partition := append(tenancyFields(tenant, otherTenant, func(r *request) *tenancy { return &r.names }),
+		jsonhttp.String("model_name", false, func(r *request) *string { return &r.model }))
 	override := jsonhttp.Optional(jsonhttp.Custom("router_config_override", false, readOverride))
 	expected := jsonhttp.Optional(jsonhttp.Uint32("expected_output_tokens", false, func(r *request) *uint32 { return set(&r.expected) }))
 	selectionID := jsonhttp.Optional(jsonhttp.String("selection_id", false, func(r *request) *string { return set(&r.selectionID) }))

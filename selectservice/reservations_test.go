@@ -93,7 +93,7 @@ func TestRoutingGroups(t *testing.T) {
 	if why := s.lacks("/workers?routing_group=g", `[{"routing_group":"g"}]`); why != "" {
 		t.Error(why)
 	}
-	text := s.do("POST", "/select_and_reserve", `{"routing_group":"g","tenant_id":"ignored","token_ids":[1,2,3,4,5],"selection_id":"a"}`, 200)
+	text := s.do("POST", "/select_and_reserve", `{"routing_group":"g","tenant_id":"g","token_ids":[1,2,3,4,5],"selection_id":"a"}`, 200)
 	for _, part := range []string{`{"selection_id":"a","sequence_hashes":[-3803038269031200164],"isl_tokens":5,"track_prefill_tokens":true,`, `"routing_group":"g"`} {
 		if !strings.Contains(text, part) {
 			t.Errorf("answer %s, want %s", text, part)
@@ -133,6 +133,42 @@ func TestRoutingGroups(t *testing.T) {
 	s.do("POST", "/select", `{"routing_group":"g","token_ids":[1],"selection_id":"e"}`, 200)
 	c.forward(121 * time.Second)
 	s.do("POST", "/reservations", `{"routing_group":"g","selection_id":"e"}`, 404)
+}
+
+// TestTenantNames checks that the tenant is understood by its name in the other contract too.
+func TestTenantNames(t *testing.T) {
+	brief := start(t, config())
+	grouped, _ := grouped(t, nil)
+	for _, tt := range []struct {
+		s          *running
+		own, other string
+	}{{brief, "tenant_id", "routing_group"}, {grouped, "routing_group", "tenant_id"}} {
+		tt.s.do("POST", "/workers", `{"worker_id":7,"`+tt.other+`":"a","endpoint":"http://w","block_size":4}`, 201)
+		tt.s.do("POST", "/workers", `{"worker_id":8,"`+tt.own+`":"b","endpoint":"http://w","block_size":4}`, 201)
+		for query, want := range map[string]string{
+			"": "", "?" + tt.own + "=a": "a", "?" + tt.other + "=a": "a", "?" + tt.other + "=b": "b", "?" + tt.own + "=b&" + tt.other + "=b": "b", "?" + tt.other + "=c": "",
+		} {
+			rows := tt.s.do("GET", "/loads"+query, "", 200)
+			if query != "" && want == "" && rows != "[]" || want != "" && (strings.Count(rows, tt.own) != 1 || !strings.Contains(rows, `"`+tt.own+`":"`+want+`"`)) {
+				t.Errorf("GET /loads%s = %s, want that of %q alone", query, rows, want)
+			}
+		}
+		for names, want := range map[string]int{`"` + tt.other + `":"a"`: 7, `"` + tt.own + `":"b"`: 8, `"` + tt.own + `":"b","` + tt.other + `":"b"`: 8} {
+			if text := tt.s.do("POST", "/select", `{`+names+`,"token_ids":[1]}`, 200); !strings.Contains(text, fmt.Sprintf(`"worker_id":%d,`, want)) || strings.Contains(text, tt.other) {
+				t.Errorf("POST /select with %s = %s, want worker %d and nothing of %s", names, text, want, tt.other)
+			}
+		}
+		both := `{"` + tt.own + `":"a","` + tt.other + `":"b","worker_id":7,"token_ids":[1],"reservation_id":"r","selection_id":"r"}`
+		for _, path := range []string{"/workers", "/select", "/select_and_reserve", "/reservations", "/potential_loads", "/overlap_scores"} {
+			if text := tt.s.do("POST", path, both, 400); !strings.Contains(text, "tenant_id") || !strings.Contains(text, "routing_group") {
+				t.Errorf("POST %s with two tenants = %s, want both names", path, text)
+			}
+		}
+		tt.s.do("GET", "/workers?"+tt.own+"=a&"+tt.other+"=b", "", 400)
+		tt.s.do("POST", "/select", `{"`+tt.other+`":null,"token_ids":[1]}`, 422)
+		tt.s.do("PATCH", "/workers/7", `{"`+tt.own+`":"x","`+tt.other+`":"y"}`, 200) // it cannot move
+		tt.s.empty()
+	}
 }
 
 // TestReuse checks that who says that its blocks are not shared has blocks of its own.

@@ -72,19 +72,20 @@ type Booking struct {
 
 // Server is the selection service. It is safe for concurrent use.
 type Server struct {
-	cfg      Config
-	setup    Setup
-	link     Link
-	log      *slog.Logger
-	now      func() time.Time
-	catalog  *catalog
-	ids      *ids
-	pending  *pending
-	grouped  bool   // the contract is that of routing groups
-	tenant   string // name of the field
-	bodies   bodies
-	routes   *jsonhttp.Routes
-	stopping chan struct{} // closed when nobody may wait any more
+	cfg         Config
+	setup       Setup
+	link        Link
+	log         *slog.Logger
+	now         func() time.Time
+	catalog     *catalog
+	ids         *ids
+	pending     *pending
+	grouped     bool   // the contract is that of routing groups
+	tenant      string // name of the field
+	otherTenant string // its name in the other contract, which is understood too
+	bodies      bodies
+	routes      *jsonhttp.Routes
+	stopping    chan struct{} // closed when nobody may wait any more
 }
 
 // New returns a server without workers. cfg must be valid. Nothing runs yet; metrics are registered
@@ -92,17 +93,17 @@ type Server struct {
 func New(cfg Config, setup Setup, reg *prometheus.Registry, log *slog.Logger) *Server {
 	s := &Server{
 		cfg: cfg, setup: setup, log: log, now: time.Now, ids: newIDs(), stopping: make(chan struct{}),
-		grouped: cfg.APIRevision == RevisionRoutingGroup, tenant: "tenant_id",
+		grouped: cfg.APIRevision == RevisionRoutingGroup, tenant: "tenant_id", otherTenant: "routing_group",
 	}
 	if s.grouped {
-		s.tenant = "routing_group"
+		s.tenant, s.otherTenant = s.otherTenant, s.tenant
 		s.pending = newPending(cfg)
 	}
 	s.catalog = &catalog{
 		cfg: cfg, setup: setup, link: &s.link, tenant: s.tenant, changed: s.letGo,
 		records: map[uint64]*record{}, partitions: map[worker.Partition]*partition{},
 	}
-	s.bodies = newBodies(s.tenant, s.grouped)
+	s.bodies = newBodies(s.tenant, s.otherTenant, s.grouped)
 	s.routes = jsonhttp.NewRoutes("spillway_select", cfg.APIKey, s.table(), reg, log)
 	reg.MustRegister(&metrics{s})
 	return s
@@ -226,8 +227,12 @@ func (s *Server) post(fields []field, serve func(r *http.Request, x *exchange, n
 	return func(w http.ResponseWriter, r *http.Request) *httperr.Error {
 		x := take()
 		defer x.put()
-		x.model, x.tenant = defaultModel, worker.DefaultTenant
-		if failed := jsonhttp.ReadObject(&x.Exchange, r, maxBody, fields, &x.request); failed != nil {
+		x.model = defaultModel
+		failed := jsonhttp.ReadObject(&x.Exchange, r, maxBody, fields, &x.request)
+		if failed == nil {
+			x.tenant, failed = s.tenantOf(&x.names)
+		}
+		if failed != nil {
 			return failed
 		}
 		status, failed := serve(r, x, s.now())

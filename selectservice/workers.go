@@ -8,7 +8,6 @@ import (
 
 	"spillway/httperr"
 	"spillway/jsonhttp"
-	"spillway/worker"
 )
 
 // sendText writes one of the two failures that are not JSON: a number in the path, or a query,
@@ -31,7 +30,14 @@ func workerID(w http.ResponseWriter, r *http.Request) (uint64, bool) {
 
 // filter reads the query; false means that the answer was sent.
 func (s *Server) filter(w http.ResponseWriter, r *http.Request) (f filter, ok bool) {
-	failed := jsonhttp.Query(r.URL.RawQuery, jsonhttp.Param{Name: "model_name", To: &f.model}, jsonhttp.Param{Name: s.tenant, To: &f.tenant})
+	var other *string
+	failed := jsonhttp.Query(r.URL.RawQuery, jsonhttp.Param{Name: "model_name", To: &f.model},
+		jsonhttp.Param{Name: s.tenant, To: &f.tenant}, jsonhttp.Param{Name: s.otherTenant, To: &other})
+	if failed == nil && other != nil {
+		var named string
+		named, failed = s.tenantOf(&tenancy{own: or(f.tenant, ""), hasOwn: f.tenant != nil, other: *other, hasOther: true})
+		f.tenant = &named
+	}
 	if failed != nil {
 		sendText(w, "Failed to deserialize query string: "+failed.Message)
 	}
@@ -39,7 +45,7 @@ func (s *Server) filter(w http.ResponseWriter, r *http.Request) (f filter, ok bo
 }
 
 // readRecord reads what a body says of a worker.
-func readRecord(r *http.Request, fields []workerField, to *record) *httperr.Error {
+func readRecord(r *http.Request, fields []workerField, to *registration) *httperr.Error {
 	x := take()
 	defer x.put()
 	failed := jsonhttp.ReadObject(&x.Exchange, r, maxBody, fields, to)
@@ -49,11 +55,15 @@ func readRecord(r *http.Request, fields []workerField, to *record) *httperr.Erro
 }
 
 func (s *Server) registerWorker(w http.ResponseWriter, r *http.Request) *httperr.Error {
-	rec := &record{model: defaultModel, tenant: worker.DefaultTenant}
-	if failed := readRecord(r, registerBody(s.tenant), rec); failed != nil {
+	said := registration{record: record{model: defaultModel}}
+	failed := readRecord(r, registerBody(s.tenant, s.otherTenant), &said)
+	if failed == nil {
+		said.tenant, failed = s.tenantOf(&said.names)
+	}
+	if failed != nil {
 		return failed
 	}
-	rec, failed := s.catalog.put(rec, s.now())
+	rec, failed := s.catalog.put(&said.record, s.now())
 	return s.sendRecord(w, http.StatusCreated, rec, failed)
 }
 
@@ -62,11 +72,11 @@ func (s *Server) patchWorker(w http.ResponseWriter, r *http.Request) *httperr.Er
 	if !ok {
 		return nil
 	}
-	var by record
+	var by registration
 	if failed := readRecord(r, patchBody, &by); failed != nil {
 		return failed
 	}
-	rec, failed := s.catalog.patch(id, &by, s.now())
+	rec, failed := s.catalog.patch(id, &by.record, s.now())
 	return s.sendRecord(w, http.StatusOK, rec, failed)
 }
 
