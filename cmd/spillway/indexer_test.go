@@ -60,7 +60,8 @@ func (h holdings) blocks() (n int) {
 // simulated is a process of spillway sim that publishes KV events. Its worker i is instance i+1.
 type simulated struct {
 	*running
-	url   string
+	url   string // of the first worker
+	urls  []string
 	args  []string
 	block int
 	dp    int
@@ -89,7 +90,14 @@ func (s *simulated) kill() {
 func (s *simulated) begin() {
 	s.t.Helper()
 	s.running = start(s.t, nil, s.args...)
-	s.url = strings.Split(s.await(`--workers: (\S+)\n`), ",")[0]
+	s.urls = strings.Split(s.await(`--workers: (\S+)\n`), ",")
+	s.url = s.urls[0]
+}
+
+// ports are those of a rank of worker i, from 0: of its KV events, and of replays of them.
+func (s *simulated) ports(i, dp int) (events, replay int) {
+	events = s.base + i*s.dp + dp
+	return events, events + s.count*s.dp
 }
 
 // freePorts finds n ports in a row that nobody listens on.
@@ -118,13 +126,16 @@ func prompt(kind, n, words int) string {
 }
 
 // send has a rank of the first worker answer a prompt.
-func (s *simulated) send(dp int, prompt string) {
+func (s *simulated) send(dp int, prompt string) { s.complete(0, dp, prompt) }
+
+// complete has a rank of worker i, from 0, answer a prompt: text, or tokens.
+func (s *simulated) complete(i, dp int, prompt any) {
 	s.t.Helper()
 	body, err := json.Marshal(map[string]any{"model": "sim-model", "prompt": prompt, "max_tokens": 4})
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	req, err := http.NewRequest("POST", s.url+"/v1/completions", bytes.NewReader(body))
+	req, err := http.NewRequest("POST", s.urls[i]+"/v1/completions", bytes.NewReader(body))
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -143,7 +154,20 @@ func (s *simulated) send(dp int, prompt string) {
 // clear empties the first worker's cache.
 func (s *simulated) clear() {
 	s.t.Helper()
-	res, err := http.Post(s.url+"/reset_prefix_cache", "", nil)
+	s.reset(s.url)
+}
+
+// empty empties all caches.
+func (s *simulated) empty() {
+	s.t.Helper()
+	for _, url := range s.urls {
+		s.reset(url)
+	}
+}
+
+func (s *simulated) reset(url string) {
+	s.t.Helper()
+	res, err := http.Post(url+"/reset_prefix_cache", "", nil)
 	if err != nil {
 		s.t.Fatal(err)
 	}

@@ -2,89 +2,132 @@ package main
 
 import (
 	"fmt"
+	"io"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 )
 
-// TestTwoSelectors is scenario 23 and what goes with it: A publishes, B listens, and C comes late
+// twoSelectors is scenario 23 and what goes with it: A publishes, B listens, and C comes late
 // and recovers the index from A.
-func TestTwoSelectors(t *testing.T) {
-	sim := startSimulated(t, 2, 1, 4)
-	port := freePorts(t, 2)
-	peer := fmt.Sprintf("tcp://127.0.0.1:%d", port)
-	a := startSelector(t, "--replica-sync-port", fmt.Sprint(port))
-	b := startSelector(t, "--replica-sync-port", fmt.Sprint(port+1), "--replica-sync-peers", peer)
-	a.register(sim)
-	b.register(sim)
+func twoSelectors(t *testing.T, f *engines, a *selector) {
+	peer := "tcp://127.0.0.1:" + a.cmd.Args[len(a.cmd.Args)-1]
+	b := startSelector(t, "--replica-sync-port", fmt.Sprint(unusedPort(t)), "--replica-sync-peers", peer)
+	for _, s := range []*selector{a, b} {
+		s.do(f.registers(1))
+		s.do(f.registers(2))
+	}
 	b.do(step{do: "GET /replica_sync/peers", status: 200, want: `["` + peer + `"]`})
 	b.do(step{do: "POST /replica_sync/register_peer", body: `{"endpoint":"` + peer + `"}`, status: 200})
 	b.do(step{do: "POST /replica_sync/register_peer", body: `{"endpoint":"http://x"}`, status: 400, text: "endpoint"})
 	b.do(step{do: "POST /replica_sync/deregister_peer", body: `{"endpoint":"tcp://127.0.0.1:9"}`, status: 404})
 
-	sum := func(s *selector) (l loadOf) {
-		for _, p := range s.loads() {
-			for _, x := range p.Loads {
-				l.Prefill, l.Blocks, l.Requests = l.Prefill+x.Prefill, l.Blocks+x.Blocks, l.Requests+x.Requests
-			}
-		}
-		return l
-	}
-	become := func(want loadOf) {
-		t.Helper()
-		eventually(t, fmt.Sprintf("B has %+v", want), func() bool { return sum(b) == want })
-	}
 	// What is published before B has subscribed is lost, so the first booking may need a few tries.
 	tries := 0
 	eventually(t, "B hears of a booking", func() bool {
 		tries++
-		a.post("/select_and_reserve", fmt.Sprintf(`{"model_name":"sim-model","token_ids":[9],"reservation_id":"try%d"}`, tries), 200)
+		a.post("/select_and_reserve", fmt.Sprintf(`{"model_name":"model","token_ids":[9],"reservation_id":"try%d"}`, tries), 200)
 		a.ask(http.MethodDelete, fmt.Sprint("/reservations/try", tries), "", 200)
-		_, page := fetch(t, b.url+"/metrics")
-		return strings.Contains(page, `spillway_replica_outcomes_total{kind="add",result="changed"}`) &&
-			!strings.Contains(page, `spillway_replica_outcomes_total{kind="add",result="changed"} 0`)
+		return b.outcomes("changed") > 0
 	})
-	become(loadOf{})
-	a.post("/select_and_reserve", `{"model_name":"sim-model","token_ids":[1,2,3,4],"reservation_id":"r"}`, 200)
-	become(loadOf{Prefill: 4, Blocks: 1, Requests: 1})
-	b.do(step{do: "POST /select_and_reserve", body: `{"model_name":"sim-model","token_ids":[1,2,3,4],"reservation_id":"r"}`, status: 409, text: "already exists"})
-	a.do(step{do: "POST /reservations/r/prefill_complete", status: 200})
-	become(loadOf{Blocks: 1, Requests: 1})
-	a.do(step{do: "POST /reservations/r/output_block", body: `{}`, status: 200})
-	a.post("/reservations", `{"reservation_id":"s","model_name":"sim-model","worker_id":1,"sequence_hashes":[5,6],"isl_tokens":8}`, 201)
-	become(loadOf{Blocks: 3, Requests: 2}) // what came after the output block has come, and nothing of that
+	b.becomes(loadOf{})
+	a.post("/select_and_reserve", reserve14, 200)
+	b.becomes(loadOf{Prefill: 4, Blocks: 1, Requests: 1})
+	b.do(step{do: "POST /select_and_reserve", body: reserve14, status: 409, text: "already exists"})
+	a.do(step{do: "POST /reservations/res-a/prefill_complete", status: 200})
+	b.becomes(loadOf{Blocks: 1, Requests: 1})
+	a.do(step{do: "POST /reservations/res-a/output_block", body: `{}`, status: 200})
+	a.post("/reservations", `{"reservation_id":"s","model_name":"model","worker_id":1,"sequence_hashes":[5,6],"isl_tokens":8}`, 201)
+	a.becomes(loadOf{Blocks: 4, Requests: 2})
+	b.becomes(loadOf{Blocks: 3, Requests: 2}) // what came after the output block has come, and nothing of that
 	// Either may end it, and A does not hear B.
 	b.do(step{do: "DELETE /reservations/s", status: 200})
-	become(loadOf{Blocks: 1, Requests: 1})
+	b.becomes(loadOf{Blocks: 1, Requests: 1})
 	a.do(step{do: "DELETE /reservations/s", status: 200})
-	a.do(step{do: "DELETE /reservations/r", status: 200})
-	become(loadOf{})
-	// Of a worker that B does not know it hears in vain.
-	a.do(step{do: "POST /workers", status: 201, body: `{"worker_id":77,"model_name":"other","endpoint":"http://x","block_size":4,"kv_events_endpoint":"tcp://127.0.0.1:1"}`})
-	a.post("/select_and_reserve", `{"model_name":"other","token_ids":[1],"reservation_id":"o"}`, 200)
-	eventually(t, "B drops what it does not know", func() bool {
-		_, page := fetch(t, b.url+"/metrics")
-		return strings.Contains(page, `spillway_replica_outcomes_total{kind="add",result="partition"} 1`)
-	})
-	if got := len(b.loads()); got != 1 {
-		t.Errorf("B has %d partitions, want the 1 that it was told of", got)
-	}
+	a.do(step{do: "DELETE /reservations/res-a", status: 200})
+	b.becomes(loadOf{})
+	unknownToOneSelector(t, f, a, b)
+	lateSelector(t, f, a)
+}
 
-	prompt := strings.Repeat("abcdefgh", 16)
-	postText(t, sim.url+"/v1/completions", `{"model":"sim-model","prompt":"`+prompt+`","max_tokens":1}`)
-	tokens := asJSON(read[struct{ Tokens []uint32 }](t, postText(t, sim.url+"/tokenize", `{"prompt":"`+prompt+`"}`)).Tokens)
-	overlap := step{do: "POST /overlap_scores", body: `{"model_name":"sim-model","token_ids":` + tokens + `}`, status: 200,
-		want: `{"workers":[{"worker_id":1,"device_blocks":8},{"worker_id":2,"device_blocks":0}]}`}
-	eventually(t, "A knows the blocks", func() bool {
-		_, got := a.call("POST", "/overlap_scores", overlap.body)
-		return strings.Contains(got, `"device_blocks":8`)
-	})
-	sim.kill() // so that C can learn of the blocks from A alone
-	c := startSelector(t, "--indexer-peers", a.url)
-	if got, _ := c.call("GET", "/health", ""); got != 200 {
-		t.Errorf("C, which recovers, is not healthy: %d", got)
+// unknownToOneSelector has A book on a worker and in a partition of which B was not told.
+func unknownToOneSelector(t *testing.T, f *engines, a, b *selector) {
+	a.do(f.registers(3))
+	a.do(f.registers(4, `"model"`, `"other"`))
+	a.post("/select_and_reserve", `{"model_name":"other","token_ids":[1],"reservation_id":"o"}`, 200)
+	a.post("/reservations", `{"reservation_id":"p","model_name":"model","worker_id":3,"sequence_hashes":[5],"isl_tokens":4}`, 201)
+	eventually(t, "B drops what it does not know", func() bool { return b.outcomes("partition") == 1 && b.outcomes("rank") == 1 })
+	b.becomes(loadOf{})
+	if all := b.loads(); len(all) != 1 || len(all[0].Loads) != 2 {
+		t.Errorf("B has %+v, want one partition with the two workers that it was told of", all)
 	}
-	c.register(sim) // waits for the recovery
-	c.do(step{do: "GET /ready", status: 200})
-	c.do(overlap)
+	b.do(step{do: "DELETE /reservations/p", status: 200})
+	a.becomes(loadOf{Prefill: 1, Blocks: 1, Requests: 2})
+}
+
+// lateSelector has a process recover the index from A, by way of somebody slow.
+func lateSelector(t *testing.T, f *engines, a *selector) {
+	f.hold(a, &placement{inModel, 1, 0, block14})
+	asked, answer := make(chan struct{}, 1), make(chan struct{})
+	slow := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		asked <- struct{}{}
+		<-answer
+		resp, err := http.Get(a.url + r.URL.Path)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		_, _ = io.Copy(w, resp.Body) // C says what it has heard
+		_ = resp.Body.Close()
+	}))
+	defer slow.Close()
+	c := startSelector(t, "--indexer-peers", slow.URL)
+	<-asked
+	registered := make(chan int, 1)
+	go func() {
+		// Its events are nobody's, so that C can learn of the blocks from A alone.
+		status, _ := c.call("POST", "/workers", f.body(1, fmt.Sprint(f.base), "1", fmt.Sprint(f.base+f.count*f.dp), "1"))
+		registered <- status
+	}()
+	for range 20 {
+		c.do(step{do: "GET /health", status: 200})
+		c.do(step{do: "GET /ready", status: 503, want: `{"ready":false,"schedulable_workers":0,"workers":[]}`})
+	}
+	select {
+	case status := <-registered:
+		t.Errorf("before the index is recovered a registration is answered %d", status)
+	default:
+	}
+	close(answer)
+	if status := <-registered; status != 201 {
+		t.Errorf("a registration that waited for the recovery is answered %d", status)
+	}
+	c.do(step{do: "GET /ready", status: 200, want: `{"ready":true,"schedulable_workers":1}`})
+	c.do(overlaps(inModel, `[{"worker_id":1,"device_blocks":1}]`))
+}
+
+// becomes waits until the sum over all ranks is that.
+func (s *selector) becomes(want loadOf) {
+	s.t.Helper()
+	eventually(s.t, fmt.Sprintf("the load is %+v", want), func() bool {
+		var sum loadOf
+		for _, p := range s.loads() {
+			for _, l := range p.Loads {
+				sum.Prefill, sum.Blocks, sum.Requests = sum.Prefill+l.Prefill, sum.Blocks+l.Blocks, sum.Requests+l.Requests
+			}
+		}
+		return sum == want
+	})
+}
+
+// outcomes is how many bookings of other replicas had such a result.
+func (s *selector) outcomes(result string) (n int) {
+	s.t.Helper()
+	_, page := fetch(s.t, s.url+"/metrics")
+	_, line, ok := strings.Cut(page, "\n"+`spillway_replica_outcomes_total{kind="add",result="`+result+`"} `)
+	if _, err := fmt.Sscan(line, &n); !ok || err != nil {
+		s.t.Fatalf("no count of bookings with the result %s: %v", result, err)
+	}
+	return n
 }
