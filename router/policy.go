@@ -68,6 +68,9 @@ const (
 	LimitCachedTokens LimitKind = "cached_tokens"
 )
 
+// LimitKinds are all of them.
+var LimitKinds = [...]LimitKind{LimitRequests, LimitISLTokens, LimitCachedTokens}
+
 // ClassLimitError means that a request would have had to wait, and that as much of its class waits
 // as may.
 type ClassLimitError struct {

@@ -44,6 +44,20 @@ type partition struct {
 
 	workers map[uint64]*record // the schedulable ones; guarded by the catalog's mu
 	count   atomic.Int64       // of workers, for those who do not hold it
+
+	classes []router.Class // of the queue
+	refused []refusals     // by class, those whom its limits have kept from waiting
+}
+
+// refusals are counted by index in router.LimitKinds.
+type refusals [len(router.LimitKinds)]atomic.Uint64
+
+// refuse counts a refusal.
+func (p *partition) refuse(why *router.ClassLimitError) {
+	class := slices.IndexFunc(p.classes, func(c router.Class) bool { return c.Name == why.Class })
+	if kind := slices.Index(router.LimitKinds[:], why.Kind); class >= 0 && kind >= 0 {
+		p.refused[class][kind].Add(1)
+	}
 }
 
 func (p *partition) blockSize() uint32 { return uint32(p.blocks.Load().BlockSize()) }
@@ -271,7 +285,8 @@ func (c *catalog) joinLocked(r *record) (*partition, error) {
 		return p, err
 	}
 	if p == nil {
-		p = &partition{key: key, workers: map[uint64]*record{}}
+		classes := c.setup.Router.Profile(key.Model).Classes
+		p = &partition{key: key, workers: map[uint64]*record{}, classes: classes, refused: make([]refusals, len(classes))}
 		c.boundLocked()
 		c.partitions[key] = p
 	}

@@ -196,6 +196,7 @@ func (s *Server) refusal(x *exchange, p *partition, err error) *httperr.Error {
 	var limit *router.ClassLimitError
 	switch {
 	case errors.As(err, &limit):
+		p.refuse(limit)
 		full := httperr.From(limit, p.key.Model, http.StatusServiceUnavailable)
 		full.Message = limit.Error()
 		return full

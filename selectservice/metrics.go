@@ -3,6 +3,7 @@ package selectservice
 import (
 	"github.com/prometheus/client_golang/prometheus"
 
+	"spillway/router"
 	"spillway/tracker"
 )
 
@@ -12,14 +13,17 @@ type metrics struct{ s *Server }
 
 var (
 	partitionLabels = []string{"model", "tenant"}
+	classLabels     = []string{"model", "tenant", "policy_class"}
 	workersDesc     = prometheus.NewDesc("spillway_select_workers", "Worker records, by what has become of them.", []string{"lifecycle"}, nil)
 	schedulableDesc = prometheus.NewDesc("spillway_select_schedulable_workers", "Workers that requests are sent to.", partitionLabels, nil)
 	ranksDesc       = prometheus.NewDesc("spillway_select_ranks", "Data-parallel ranks of the schedulable workers.", partitionLabels, nil)
 	requestsDesc    = prometheus.NewDesc("spillway_select_active_requests", "Reservations that were made and not freed.", partitionLabels, nil)
 	prefillDesc     = prometheus.NewDesc("spillway_select_active_prefill_tokens", "Prompt tokens of reservations whose prefill goes on.", partitionLabels, nil)
 	blocksDesc      = prometheus.NewDesc("spillway_select_active_decode_blocks", "KV blocks of reservations, shared ones of a rank once.", partitionLabels, nil)
-	pendingDesc     = prometheus.NewDesc("spillway_select_pending_requests", "Requests that wait for a worker.", partitionLabels, nil)
-	pendingISLDesc  = prometheus.NewDesc("spillway_select_pending_isl_tokens", "Their prompt tokens.", partitionLabels, nil)
+	pendingDesc     = prometheus.NewDesc("spillway_select_pending_requests", "Requests that wait for a worker.", classLabels, nil)
+	pendingISLDesc  = prometheus.NewDesc("spillway_select_pending_isl_tokens", "Their prompt tokens.", classLabels, nil)
+	cachedDesc      = prometheus.NewDesc("spillway_select_pending_cached_tokens", "Of these, tokens that a worker has cached.", classLabels, nil)
+	refusedDesc     = prometheus.NewDesc("spillway_select_queue_refused_total", "Requests that would have had to wait and were refused, by the limit of their class.", append(classLabels, "limit_kind"), nil)
 	expiredDesc     = prometheus.NewDesc("spillway_select_expired_reservations_total", "Reservations that were never freed and have been dropped.", partitionLabels, nil)
 	keptDesc        = prometheus.NewDesc("spillway_select_cached_selections", "Selections that can be booked by their ID alone.", nil, nil)
 	keptBytesDesc   = prometheus.NewDesc("spillway_select_cached_selections_bytes", "Memory that they take.", nil, nil)
@@ -28,7 +32,7 @@ var (
 // Describe implements prometheus.Collector.
 func (m *metrics) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		workersDesc, schedulableDesc, ranksDesc, requestsDesc, prefillDesc, blocksDesc, pendingDesc, pendingISLDesc, expiredDesc, keptDesc, keptBytesDesc,
+		workersDesc, schedulableDesc, ranksDesc, requestsDesc, prefillDesc, blocksDesc, pendingDesc, pendingISLDesc, cachedDesc, refusedDesc, expiredDesc, keptDesc, keptBytesDesc,
 	} {
 		ch <- d
 	}
@@ -66,8 +70,16 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		gauge(requestsDesc, requests, labels...)
 		gauge(prefillDesc, prefill, labels...)
 		gauge(blocksDesc, blocks, labels...)
-		gauge(pendingDesc, float64(route.Waiting()), labels...)
-		gauge(pendingISLDesc, float64(route.WaitingTokens()), labels...)
+		waiting := route.Backlogs(nil)
+		for i, class := range p.classes {
+			labels := []string{p.key.Model, p.key.Tenant, class.Name}
+			gauge(pendingDesc, float64(waiting[i].Requests), labels...)
+			gauge(pendingISLDesc, float64(waiting[i].ISLTokens), labels...)
+			gauge(cachedDesc, float64(waiting[i].CachedTokens), labels...)
+			for k, kind := range router.LimitKinds {
+				ch <- prometheus.MustNewConstMetric(refusedDesc, prometheus.CounterValue, float64(p.refused[i][k].Load()), append(labels, string(kind))...)
+			}
+		}
 		ch <- prometheus.MustNewConstMetric(expiredDesc, prometheus.CounterValue, float64(route.Tracker.ExpiredTotal()), labels...)
 	}
 	if m.s.pending != nil {

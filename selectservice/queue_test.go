@@ -2,8 +2,9 @@ package selectservice_test
 
 import (
 	"context"
-	"flag"
 	"fmt"
+	"io"
+	"net/http"
 	"strings"
 	"sync"
 	"testing"
@@ -11,15 +12,15 @@ import (
 
 	"spillway/router"
 	"spillway/selectservice"
+	"spillway/worker"
 )
 
-// latencyOnly is a policy with one class, whose requests wait for a rank that computes no prompt, so
-// many of them for each worker.
-func latencyOnly(t *testing.T, perWorker int) router.Config {
+// latencyOnly is a policy with one class, whose requests wait for a rank that computes no prompt.
+func latencyOnly(t *testing.T) router.Config {
 	t.Helper()
 	rc := router.DefaultConfig()
-	policies, err := router.ParsePolicies(fmt.Appendf(nil, "default_policy_family: f\nuncached_isl_buckets: [{min_tokens: 0, bucket: b}]\npolicy_classes:\n"+
-		"  - {name: latency, policy_family: f, cache_bucket: b, quantum: 1, prefill_busy_threshold: 0, request_queue_limit_per_worker: %d}\n", perWorker))
+	policies, err := router.ParsePolicies([]byte("default_policy_family: f\nuncached_isl_buckets: [{min_tokens: 0, bucket: b}]\npolicy_classes:\n" +
+		"  - {name: latency, policy_family: f, cache_bucket: b, quantum: 1, prefill_busy_threshold: 0}\n"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -29,8 +30,8 @@ func latencyOnly(t *testing.T, perWorker int) router.Config {
 
 const idle = 8 // workers
 
-func startLatencyOnly(t *testing.T, perWorker int) *running {
-	s := startWith(t, config(), latencyOnly(t, perWorker), selectservice.Link{})
+func startLatencyOnly(t *testing.T) *running {
+	s := startWith(t, config(), latencyOnly(t), selectservice.Link{})
 	for id := range idle {
 		s.do("POST", "/workers", fmt.Sprintf(`{"worker_id":%d,"endpoint":"http://w","block_size":4,"max_num_batched_tokens":8192}`, id), 201)
 	}
@@ -52,92 +53,64 @@ func (r *running) ask(id string, to chan<- answered) {
 	to <- answered{id, status, text}
 }
 
-var rounds = flag.Int("rounds", 100, "how often the tests of atomicity have a burst come")
-
-// TestAtomicRefusals checks that of 64 calls at once for 8 idle workers none of which may take two,
-// exactly 8 get one each, and 56 are refused with the reason.
-func TestAtomicRefusals(t *testing.T) {
-	s := startLatencyOnly(t, 0)
-	for round := range *rounds {
-		got := make(chan answered, 64)
-		for i := range cap(got) {
-			go s.ask(fmt.Sprintf("r%d", i), got)
+// TestClassMetrics checks that who waits and who is refused is told by class.
+func TestClassMetrics(t *testing.T) {
+	rc := router.DefaultConfig()
+	policies, err := router.ParsePolicies([]byte("default_policy_family: f\nuncached_isl_buckets: [{min_tokens: 0, bucket: b}]\npolicy_classes:\n" +
+		"  - {name: batch, policy_family: f, cache_bucket: b, quantum: 1}\n" +
+		"  - {name: latency, quantum: 1, prefill_busy_threshold: 0, raw_isl_token_queue_limit_per_worker: 5}\n"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	rc.Queue.Policies = policies
+	s := startWith(t, config(), rc, selectservice.Link{})
+	s.do("POST", "/workers", `{"worker_id":1,"endpoint":"http://w","block_size":4,"max_num_batched_tokens":8192}`, 201)
+	s.do("POST", "/select_and_reserve", `{"token_ids":[1,2,3,4],"reservation_id":"b"}`, 200)
+	const tokens = 6
+	ask := func(ctx context.Context) (int, string) {
+		req, err := http.NewRequestWithContext(ctx, "POST", s.url+"/select", strings.NewReader(`{"token_ids":[1,2,3,4,5,6]}`))
+		if err != nil {
+			t.Fatal(err)
 		}
-		workers := map[string]bool{}
-		var booked []string
-		refused := 0
-		for range cap(got) {
-			switch a := <-got; a.status {
-			case 200:
-				booked = append(booked, a.id)
-				workers[between(a.text, `"worker_id":`, ",")] = true
-			case 503:
-				refused++
-				if want := `,"details":{"policy_class":"latency","limit_kind":"requests","current":0,"limit":0}}`; !strings.HasSuffix(a.text, want) {
-					t.Fatalf("round %d: refused with %s", round, a.text)
-				}
-			default:
-				t.Fatalf("round %d: %d %s", round, a.status, a.text)
-			}
+		req.Header.Set("Content-Type", "application/json")
+		req.Header.Set("X-Dynamo-Meta-Policy-Class", "latency")
+		res, err := client.Do(req)
+		if err != nil {
+			return 0, err.Error()
 		}
-		if len(booked) != idle || len(workers) != idle || refused != 56 {
-			t.Fatalf("round %d: %d booked on %d workers, %d refused", round, len(booked), len(workers), refused)
-		}
-		for _, id := range booked {
-			s.do("DELETE", "/reservations/"+id, "", 200)
+		defer func() { _ = res.Body.Close() }()
+		text, _ := io.ReadAll(res.Body)
+		return res.StatusCode, string(text)
+	}
+	ctx, leave := context.WithCancel(t.Context())
+	left := make(chan struct{})
+	go func() { defer close(left); ask(ctx) }()
+	eventually(t, "it waits", func() bool { return s.lacks("/loads", `[{"pending_count":1}]`) == "" })
+	for range 3 {
+		if status, text := ask(t.Context()); status != 503 || !strings.Contains(text, `"limit_kind":"raw_isl_tokens","current":6,"limit":5`) {
+			t.Errorf("with %d tokens waiting one more is answered %d %s", tokens, status, text)
 		}
 	}
-	s.empty()
-}
-
-// TestAtomicWaiting checks that of 24 calls 8 get a worker, 8 wait and 8 are refused, and that each
-// DELETE lets exactly one go.
-func TestAtomicWaiting(t *testing.T) {
-	s := startLatencyOnly(t, 1)
-	for round := range *rounds {
-		got := make(chan answered, 3*idle)
-		for i := range cap(got) {
-			go s.ask(fmt.Sprintf("r%d", i), got)
-		}
-		var booked []string
-		for refused := 0; len(booked)+refused < 2*idle; {
-			switch a := <-got; a.status {
-			case 200:
-				booked = append(booked, a.id)
-			case 503:
-				refused++
-			default:
-				t.Fatalf("round %d: %d %s", round, a.status, a.text)
-			}
-		}
-		if len(booked) != idle {
-			t.Fatalf("round %d: %d booked, want %d", round, len(booked), idle)
-		}
-		if why := s.lacks("/loads", `[{"pending_count":8,"pending_isl_tokens":32}]`); why != "" {
-			t.Fatalf("round %d: %s", round, why)
-		}
-		for i, id := range booked {
-			s.do("DELETE", "/reservations/"+id, "", 200)
-			if why := s.lacks("/loads", fmt.Sprintf(`[{"pending_count":%d}]`, idle-1-i)); why != "" {
-				t.Fatalf("round %d, DELETE %d: %s", round, i, why)
-			}
-			a := <-got
-			if a.status != 200 {
-				t.Fatalf("round %d: after a DELETE %d %s", round, a.status, a.text)
-			}
-			booked = append(booked, a.id)
-		}
-		for _, id := range booked[idle:] {
-			s.do("DELETE", "/reservations/"+id, "", 200)
+	page := s.do("GET", "/metrics", "", 200)
+	leave()
+	<-left
+	for series, want := range map[string]int{
+		`pending_requests{model="default",policy_class="latency",tenant="default"}`: 1, `pending_requests{model="default",policy_class="batch",tenant="default"}`: 0,
+		`pending_isl_tokens{model="default",policy_class="latency",tenant="default"}`: tokens, `pending_cached_tokens{model="default",policy_class="latency",tenant="default"}`: 0,
+		`queue_refused_total{limit_kind="raw_isl_tokens",model="default",policy_class="latency",tenant="default"}`: 3,
+		`queue_refused_total{limit_kind="requests",model="default",policy_class="latency",tenant="default"}`:       0,
+		`queue_refused_total{limit_kind="raw_isl_tokens",model="default",policy_class="batch",tenant="default"}`:   0,
+	} {
+		if line := fmt.Sprintf("\nspillway_select_%s %d\n", series, want); !strings.Contains(page, line) {
+			t.Errorf("the metrics do not have%s", line)
 		}
 	}
-	s.empty()
 }
 
 // TestWaitingClientGone checks that a client that leaves while it waits leaves the queue, and that
 // one that is let go at that moment leaves no booking.
 func TestWaitingClientGone(t *testing.T) {
-	s := startLatencyOnly(t, 1000)
+	s := startLatencyOnly(t)
 	var booked []string
 	got := make(chan answered, idle)
 	for i := range idle {
@@ -177,10 +150,31 @@ func TestWaitingClientGone(t *testing.T) {
 	s.empty()
 }
 
+// TestReplicasWake checks that what a replica frees lets go who waits for it.
+func TestReplicasWake(t *testing.T) {
+	s := startLatencyOnly(t)
+	got := make(chan answered, idle)
+	for i := range idle {
+		s.ask(fmt.Sprintf("b%d", i), got)
+		<-got
+	}
+	go s.ask("last", got)
+	eventually(t, "it waits", func() bool { return s.lacks("/loads", `[{"pending_count":1}]`) == "" })
+	books, _, changed, _ := s.server.Books(worker.Partition{Model: "default", Tenant: "default"})
+	rank, _ := books.Free("b3", time.Now())
+	changed(rank.Worker)
+	if why := s.lacks("/loads", `[{"pending_count":0}]`); why != "" {
+		t.Errorf("after a replica has freed what was in the way: %s", why)
+	}
+	if a := <-got; a.status != 200 {
+		t.Errorf("after a replica has freed what was in the way: %d %s", a.status, a.text)
+	}
+}
+
 // TestWorkersWaitedFor checks that those who wait hear of the end of the only worker that they may go
 // to, and of the end of the process.
 func TestWorkersWaitedFor(t *testing.T) {
-	s := startLatencyOnly(t, 1000)
+	s := startLatencyOnly(t)
 	got := make(chan answered, idle)
 	for i := range idle {
 		s.ask(fmt.Sprintf("b%d", i), got)
