@@ -61,7 +61,26 @@ type SelectService struct {
 	Cost    router.CostConfig    `koanf:",squash"`
 	Queue   router.QueueConfig   `koanf:",squash"`
 	Index   kvindex.Config       `koanf:",squash"`
+	Sharing Sharing              `koanf:",squash"`
 	Log     Log                  `koanf:",squash"`
+}
+
+// Sharing is a wish that other settings fulfil.
+type Sharing struct {
+	ReplicaSync bool `koanf:"router-replica-sync" dyn:"DYN_ROUTER_REPLICA_SYNC" bad:"unreadable" usage:"has a warning logged if no replica-sync setting turns on the exchange of reservations with other replicas"`
+}
+
+// unheard tells that the wish is one, if nothing is exchanged without the setting of that key.
+func (s Sharing) unheard(exchanging bool, key string) error {
+	if !s.ReplicaSync || exchanging {
+		return nil
+	}
+	return fmt.Errorf("router-replica-sync: exchanges nothing without %s", key)
+}
+
+// Ineffective tells of settings that are set to no effect.
+func (c SelectService) Ineffective() error {
+	return c.Sharing.unheard(c.Replica().Enabled(), "replica-sync-port")
 }
 
 // DefaultSelectService returns the settings of a run without flags.

@@ -70,6 +70,12 @@ type Frontend struct {
 	Fleet   Fleet          `koanf:",squash"`
 	Serving Serving        `koanf:",squash"`
 	Replica replica.Config `koanf:",squash"`
+	Sharing Sharing        `koanf:",squash"`
+}
+
+// Ineffective tells of settings that are set to no effect.
+func (c Frontend) Ineffective() error {
+	return c.Sharing.unheard(c.Replica.Enabled(), "replica-sync-bind")
 }
 
 // DefaultFrontend returns the settings of a run without flags.

@@ -3,6 +3,7 @@ package configs_test
 import (
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/spf13/pflag"
@@ -54,6 +55,8 @@ func TestFrontendSettings(t *testing.T) {
 		{"no number in a DYN variable", []string{"DYN_ROUTER_QUEUE_THRESHOLD=much"}, nil, ""},
 		{"a number out of range", []string{"DYN_ROUTER_QUEUE_THRESHOLD=-1"}, nil,
 			"router-queue-threshold: -1 is not a number of at least 0 (from variable DYN_ROUTER_QUEUE_THRESHOLD)"},
+		{"a keyed hash", []string{"DYN_ROUTER_TRACKING_HASH=keyed"}, nil, `router-tracking-hash: "keyed" is not public-xxh3-v1, the only one (from variable DYN_ROUTER_TRACKING_HASH)`},
+		{"the hash that there is", []string{"DYN_ROUTER_TRACKING_HASH=public-xxh3-v1"}, nil, ""},
 		{"busy-threshold is only warned about", []string{"SPILLWAY_BUSY_THRESHOLD=0.9"}, nil, ""},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -71,6 +74,34 @@ func TestFrontendSettings(t *testing.T) {
 				t.Errorf("Load(%q, %q): %s\nwant %s", tt.env, tt.args, got, tt.want)
 			}
 		})
+	}
+}
+
+// TestReplicaSync: that replicas exchange reservations is told by the settings of the exchange alone.
+func TestReplicaSync(t *testing.T) {
+	for _, tt := range []struct {
+		env, warning string
+		args         []string
+	}{
+		{"DYN_ROUTER_REPLICA_SYNC=true", "router-replica-sync: exchanges nothing without replica-sync-port (from variable DYN_ROUTER_REPLICA_SYNC)", nil},
+		{"", "router-replica-sync: exchanges nothing without replica-sync-port (from flag --router-replica-sync)", []string{"--router-replica-sync"}},
+		{"DYN_ROUTER_REPLICA_SYNC=true", "", []string{"--replica-sync-port", "8192"}},
+		{"DYN_ROUTER_REPLICA_SYNC=off", "", nil},
+		{"DYN_ROUTER_REPLICA_SYNC=perhaps", `router-replica-sync: "perhaps" is not true or false (from variable DYN_ROUTER_REPLICA_SYNC): ignored`, nil},
+	} {
+		fs := pflag.NewFlagSet("select-service", pflag.ContinueOnError)
+		configs.Flags(fs, configs.DefaultSelectService())
+		if err := fs.Parse(tt.args); err != nil {
+			t.Fatal(err)
+		}
+		_, warnings, err := configs.Load(configs.DefaultSelectService(), "", func() []string { return []string{tt.env} }, fs)
+		if got := strings.Join(warnings, "\n"); err != nil || got != tt.warning {
+			t.Errorf("Load(%q, %q): %v, warnings %q; want %q", tt.env, tt.args, err, got, tt.warning)
+		}
+	}
+	_, warnings, err := configs.Load(configs.DefaultFrontend(), "", func() []string { return []string{"DYN_ROUTER_REPLICA_SYNC=1"} }, nil)
+	if want := "router-replica-sync: exchanges nothing without replica-sync-bind (from variable DYN_ROUTER_REPLICA_SYNC)"; err != nil || len(warnings) != 1 || warnings[0] != want {
+		t.Errorf("of a front end: %v, warnings %q; want %q", err, warnings, want)
 	}
 }
 

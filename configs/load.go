@@ -7,6 +7,7 @@ package configs
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -37,6 +38,13 @@ type Validator interface{ Validate() error }
 //
 // which names keys that are accepted and ignored, and what to tell those who still set them.
 type deprecating interface{ Deprecated() map[string]string }
+
+// A Config may also have the method
+//
+//	Ineffective() error
+//
+// which is asked of one that Validate has passed. Its findings, of the same form, are for the log alone.
+type ineffective interface{ Ineffective() error }
 
 // A part of a Config that is squashed may also have the method ReadFiles, to read the files that
 // its settings name. Its errors are like those of Validate.
@@ -103,6 +111,9 @@ func Load[C Validator](def C, path string, environ func() []string, flags *pflag
 	}
 	if err := errors.Join(l.errs...); err != nil {
 		return def, l.warnings, err
+	}
+	if c, ok := any(cfg).(ineffective); ok {
+		l.warnings = append(l.warnings, l.inSettings(c.Ineffective())...)
 	}
 	return cfg, l.warnings, nil
 }
@@ -314,17 +325,27 @@ func (l *loader) check(validate func() error) {
 }
 
 func (l *loader) found(err error) {
-	key, text, _ := strings.Cut(err.Error(), ":")
-	s, ok := l.settings.find(key)
+	e := l.about(err)
+	s, ok := l.settings.find(e.Key)
 	if !ok {
 		l.errs = append(l.errs, err)
 		return
 	}
-	source := l.from[key]
-	if source == "" {
-		source = "default"
+	l.fail(s, e.Source, e.Err)
+}
+
+// about is a finding with the source of the setting that it begins with.
+func (l *loader) about(finding error) *Error {
+	key, text, _ := strings.Cut(finding.Error(), ":")
+	return &Error{Key: key, Source: cmp.Or(l.from[key], "default"), Err: errors.New(strings.TrimSpace(text))}
+}
+
+// inSettings are findings as lines for the log.
+func (l *loader) inSettings(findings error) (lines []string) {
+	for _, err := range leaves(findings) {
+		lines = append(lines, l.about(err).Error())
 	}
-	l.fail(s, source, errors.New(strings.TrimSpace(text)))
+	return lines
 }
 
 // leaves takes joined errors apart.

@@ -29,6 +29,7 @@ type CostConfig struct {
 	TrackActiveBlocks         bool     `koanf:"router-track-active-blocks" dyn:"DYN_ROUTER_TRACK_ACTIVE_BLOCKS" bad:"unreadable" usage:"count the KV blocks of prompts that are served"`
 	AssumeKVReuse             bool     `koanf:"router-assume-kv-reuse" dyn:"DYN_ROUTER_ASSUME_KV_REUSE" bad:"unreadable" usage:"requests with a common prefix share its blocks on a rank; off counts them for each"`
 	TrackPrefillTokens        bool     `koanf:"router-track-prefill-tokens" dyn:"DYN_ROUTER_TRACK_PREFILL_TOKENS" bad:"unreadable" usage:"count prompt tokens that wait for prefill; off leaves prefill out of the cost"`
+	TrackingHash              string   `koanf:"router-tracking-hash" dyn:"DYN_ROUTER_TRACKING_HASH" usage:"how blocks of prompts in flight are told apart: public-xxh3-v1, there is no other way"`
 	ActiveRequestExpirySecs   uint64   `koanf:"router-active-request-expiry-secs" dyn:"DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS" bad:"dyn" usage:"age in seconds at which a booking that was never freed is dropped, where bookings expire"`
 
 	// DecodeOnly is for workers whose prompts others prefill: without prefill tracking, credit
@@ -41,7 +42,7 @@ func DefaultCostConfig() CostConfig {
 	return CostConfig{
 		OverlapScoreCredit: 1, PrefillLoadScale: 1, HostCacheHitWeight: 0.75, DiskCacheHitWeight: 0.25,
 		UseKVEvents: true, TrackActiveBlocks: true, AssumeKVReuse: true, TrackPrefillTokens: true,
-		ActiveRequestExpirySecs: 300,
+		TrackingHash: publicHash, ActiveRequestExpirySecs: 300,
 	}
 }
 
@@ -60,11 +61,17 @@ func (c CostConfig) Validate() error {
 	if c.OverlapScoreWeight != nil {
 		errs = append(errs, atLeast0("router-kv-overlap-score-weight", *c.OverlapScoreWeight))
 	}
+	if c.TrackingHash != publicHash {
+		errs = append(errs, fmt.Errorf("router-tracking-hash: %q is not %s, the only one", c.TrackingHash, publicHash))
+	}
 	if c.ActiveRequestExpirySecs < 1 || c.ActiveRequestExpirySecs > maxExpirySecs {
 		errs = append(errs, fmt.Errorf("router-active-request-expiry-secs: %d is not within 1..%d", c.ActiveRequestExpirySecs, maxExpirySecs))
 	}
 	return errors.Join(errs...)
 }
+
+// publicHash tells blocks apart by hashes that anyone can compute.
+const publicHash = "public-xxh3-v1"
 
 // maxExpirySecs is a century.
 const maxExpirySecs = 100 * 365 * 24 * 60 * 60
