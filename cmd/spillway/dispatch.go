@@ -2,15 +2,11 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"os"
-	"strconv"
 
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
 	"spillway/configs"
@@ -45,31 +41,22 @@ and async processor. docs/dispatch.md tells how to write the queues' file.`,
 var dispatchWitness func(dispatch.Step, string)
 
 func runDispatch(ctx context.Context, p process, cfg configs.Dispatch, log *slog.Logger) error {
-	metrics := prometheus.NewRegistry()
-	metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), buildInfo())
+	metrics := newRegistry()
 	d, err := dispatch.New(cfg.Dispatch, os.Getenv, metrics, log)
 	if err != nil {
 		return err
 	}
 	d.Witness = dispatchWitness
 	var doors dispatch.Doors
-	var lc net.ListenConfig
 	for _, door := range []struct {
 		ln   *net.Listener
 		name string
 		port int
 	}{{&doors.API, "Dispatcher", cfg.Dispatch.Port}, {&doors.Health, "Health", cfg.Dispatch.HealthPort}, {&doors.Metrics, "Metrics", cfg.Dispatch.MetricsPort}} {
-		if *door.ln, err = lc.Listen(ctx, "tcp", net.JoinHostPort(cfg.Dispatch.Host, strconv.Itoa(door.port))); err != nil {
+		if *door.ln, err = p.open(ctx, door.name, cfg.Dispatch.Host, door.port); err != nil {
 			return fmt.Errorf("dispatch: %w", err)
 		}
-		fmt.Fprintf(p.stdout, "%s: http://%s\n", door.name, reachable((*door.ln).Addr()))
 	}
 	defer easeCollector()()
-	answering, stop := context.WithCancel(context.WithoutCancel(ctx))
-	defer stop()
-	answered := make(chan error, 1)
-	go func() { answered <- d.Serve(answering, doors, metrics) }()
-	err = d.Run(ctx)
-	stop()
-	return errors.Join(err, <-answered)
+	return serveFed(ctx, d.Run, func(ctx context.Context) error { return d.Serve(ctx, doors, metrics) })
 }

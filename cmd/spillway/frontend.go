@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
 	"spillway/buckets"
@@ -84,8 +83,7 @@ func newFrontend(p process, cfg configs.Serving, fleet configs.Fleet, log *slog.
 	cfg.Busy.SignalStaleAfter = cfg.Monitor.StaleAfter(cfg.Busy.SignalStaleAfter)
 	routes := router.New(cfg.Router, cfg.Busy, catalog, rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())))
 
-	metrics := prometheus.NewRegistry()
-	metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), buildInfo())
+	metrics := newRegistry()
 	shapes := buckets.FromEnviron(p.environ())
 	cfg.Proxy.Histograms, cfg.Monitor.Histograms = shapes, shapes
 	server, err := proxy.New(cfg.Proxy, routes, metrics, log)

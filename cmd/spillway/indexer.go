@@ -5,12 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
-	"strconv"
 
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
 	"spillway/configs"
@@ -44,28 +40,19 @@ for again where an engine replays; a new indexer takes over what another one kno
 }
 
 func runIndexer(ctx context.Context, p process, cfg configs.Indexer, log *slog.Logger) error {
-	metrics := prometheus.NewRegistry()
-	metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), buildInfo())
+	metrics := newRegistry()
 	partitions := kvindex.NewPartitions(cfg.Index)
 	listeners := monitor.NewKVListeners(cfg.KV, partitions, log, metrics)
 	server := service.New(cfg.Service, partitions, metrics, log)
 	if err := server.Join(indexerLink(listeners, cfg.KV)); err != nil {
 		return err
 	}
-	var lc net.ListenConfig
-	ln, err := lc.Listen(ctx, "tcp", net.JoinHostPort(cfg.Service.Host, strconv.Itoa(cfg.Service.Port)))
+	ln, err := p.open(ctx, "Indexer", cfg.Service.Host, cfg.Service.Port)
 	if err != nil {
 		return fmt.Errorf("indexer: %w", err)
 	}
-	fmt.Fprintf(p.stdout, "Indexer: http://%s\n", reachable(ln.Addr()))
 	defer easeCollector()()
-	listening, stop := context.WithCancel(context.WithoutCancel(ctx))
-	defer stop()
-	ended := make(chan error, 1)
-	go func() { ended <- listeners.Run(listening) }()
-	err = server.Run(ctx, ln)
-	stop()
-	return errors.Join(err, <-ended)
+	return serveFed(ctx, func(ctx context.Context) error { return server.Run(ctx, ln) }, listeners.Run)
 }
 
 // indexerLink hands listeners to the server.

@@ -3,17 +3,13 @@ package main
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"math/rand/v2"
-	"net"
-	"strconv"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
 	"spillway/busy"
@@ -53,8 +49,7 @@ nothing: clients call the worker themselves and tell of the first token and of t
 }
 
 func runSelectService(ctx context.Context, p process, cfg configs.SelectService, log *slog.Logger) error {
-	metrics := prometheus.NewRegistry()
-	metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), buildInfo())
+	metrics := newRegistry()
 	models, err := worker.NewCatalog(nil, nil)
 	if err != nil {
 		return err
@@ -83,20 +78,12 @@ func runSelectService(ctx context.Context, p process, cfg configs.SelectService,
 		return err
 	}
 	defer leave()
-	var lc net.ListenConfig
-	ln, err := lc.Listen(ctx, "tcp", net.JoinHostPort(cfg.Service.Host, strconv.Itoa(cfg.Service.Port)))
+	ln, err := p.open(ctx, "Selection service", cfg.Service.Host, cfg.Service.Port)
 	if err != nil {
 		return fmt.Errorf("selection service: %w", err)
 	}
-	fmt.Fprintf(p.stdout, "Selection service: http://%s\n", reachable(ln.Addr()))
 	defer easeCollector()()
-	listening, stop := context.WithCancel(context.WithoutCancel(ctx))
-	defer stop()
-	ended := make(chan error, 1)
-	go func() { ended <- listeners.Run(listening) }()
-	err = server.Run(ctx, ln)
-	stop()
-	return errors.Join(err, <-ended)
+	return serveFed(ctx, func(ctx context.Context) error { return server.Run(ctx, ln) }, listeners.Run)
 }
 
 // joinSelectors hands link to the server, and begins the exchange with other replicas, if it is on,

@@ -5,13 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
-	"strconv"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
 	"spillway/configs"
@@ -48,8 +45,7 @@ one more would make of each rank. Several of them can keep each other informed.`
 }
 
 func runSlotTracker(ctx context.Context, p process, cfg configs.SlotTracker, log *slog.Logger) error {
-	metrics := prometheus.NewRegistry()
-	metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), buildInfo())
+	metrics := newRegistry()
 	server, err := service.New(cfg.Service, metrics, log)
 	if err != nil {
 		return err
@@ -59,12 +55,10 @@ func runSlotTracker(ctx context.Context, p process, cfg configs.SlotTracker, log
 		return err
 	}
 	defer leave()
-	var lc net.ListenConfig
-	ln, err := lc.Listen(ctx, "tcp", net.JoinHostPort(cfg.Service.Host, strconv.Itoa(cfg.Service.Port)))
+	ln, err := p.open(ctx, "Slot tracker", cfg.Service.Host, cfg.Service.Port)
 	if err != nil {
 		return fmt.Errorf("slot tracker: %w", err)
 	}
-	fmt.Fprintf(p.stdout, "Slot tracker: http://%s\n", reachable(ln.Addr()))
 	defer easeCollector()()
 	return server.Run(ctx, ln)
 }
