@@ -1,6 +1,9 @@
 package router
 
-import "math"
+import (
+	"math"
+	"sort"
+)
 
 // Costs that are not a number belong to candidates that cannot be chosen.
 
@@ -47,13 +50,13 @@ func nth(costs []float64, cost float64, n int) int {
 
 // draw returns a candidate by chance, -1 if there is none: u from [0, 1) decides. The best is
 // e^(1/temperature) times as likely as the worst, whatever their distance, and others between
-// them by where between them they are. temperature is above 0; weights is scratch, as long as costs.
-func draw(costs, weights []float64, temperature, u float64) int {
-	return drawAbove(lowest(costs), costs, weights, temperature, u)
+// them by where between them they are. temperature is above 0; shares is scratch, as long as costs.
+func draw(costs, shares []float64, temperature, u float64) int {
+	return drawAbove(lowest(costs), costs, shares, temperature, u)
 }
 
 // drawAbove is draw where the lowest of costs is known.
-func drawAbove(best minimum, costs, weights []float64, temperature, u float64) int {
+func drawAbove(best minimum, costs, shares []float64, temperature, u float64) int {
 	if best.first < 0 {
 		return -1
 	}
@@ -71,27 +74,19 @@ func drawAbove(best minimum, costs, weights []float64, temperature, u float64) i
 	if !(scale > 0) { // all are equal, or as good as
 		return nth(costs, low, min(int(u*float64(best.ties)), best.ties-1))
 	}
-	sum, weights := 0.0, weights[:len(costs)]
+	inverse := 1 / scale
+	extreme := unit != 1 || math.IsInf(inverse, 0) // seldom: a division is as dear as all else but Exp
+	sum, shares := 0.0, shares[:len(costs)]
 	for i, c := range costs {
-		w := 0.0
-		if c >= low {
-			distance := c - low
-			if unit != 1 { // seldom: a division is as dear as all else but Exp
-				distance = c/unit - low/unit
+		if c >= low { // it can be chosen
+			x := (low - c) * inverse
+			if extreme {
+				x = (low/unit - c/unit) / scale
 			}
-			w = math.Exp(-distance / scale)
-			sum += w
+			sum += math.Exp(x)
 		}
-		weights[i] = w
+		shares[i] = sum
 	}
-	last, left := -1, u*sum
-	for i, w := range weights {
-		if w == 0 {
-			continue
-		}
-		if last, left = i, left-w; left <= 0 {
-			return i
-		}
-	}
-	return last
+	at := u * sum
+	return sort.Search(len(shares)-1, func(i int) bool { return shares[i] >= at && shares[i] > 0 })
 }

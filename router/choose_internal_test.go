@@ -27,16 +27,17 @@ func TestDraw(t *testing.T) {
 		{"49", []float64{0, 1}, .5, []float64{0.880797, 0.119203}, nil},
 		{"50", []float64{-math.MaxFloat64, math.MaxFloat64}, 1, []float64{0.731059, 0.268941}, map[float64]int{.6: 0}},
 		{"one without room", []float64{18, math.NaN(), 10, 11}, 1, []float64{0.163475, 0, 0.444370, 0.392155}, map[float64]int{.16: 0, .5: 2, .61: 3}},
+		{"the first and the last without room", []float64{math.NaN(), 18, 10, 11, math.NaN()}, 1, []float64{0, 0.163475, 0.444370, 0.392155, 0}, map[float64]int{0: 1, .999999999: 3}},
 		{"next to no temperature", []float64{2, 1, 2}, 1e-320, []float64{0, 1, 0}, nil},
 		{"far too high", []float64{2, math.Inf(1)}, 1, []float64{1, 0}, nil},
 		{"all too high", []float64{math.Inf(1), math.Inf(1)}, 1, []float64{.5, .5}, nil},
 	} {
 		t.Run(fmt.Sprintf("%s/T=%v", tt.row, tt.temp), func(t *testing.T) {
-			weights := make([]float64, len(tt.costs))
+			shares := make([]float64, len(tt.costs))
 			got := make([]float64, len(tt.costs))
 			const n = 2_000_000
 			for i := range n {
-				got[draw(tt.costs, weights, tt.temp, float64(i)/n)] += 1. / n
+				got[draw(tt.costs, shares, tt.temp, float64(i)/n)] += 1. / n
 			}
 			for i := range got {
 				if math.Abs(got[i]-tt.want[i]) > 2e-6 {
@@ -45,7 +46,7 @@ func TestDraw(t *testing.T) {
 				}
 			}
 			for u, want := range tt.u {
-				if got := draw(tt.costs, weights, tt.temp, u); got != want {
+				if got := draw(tt.costs, shares, tt.temp, u); got != want {
 					t.Errorf("draw(u=%v) = %d, want %d", u, got, want)
 				}
 			}

@@ -102,6 +102,12 @@ type Preference struct {
 
 func (q *Query) pinned() bool { return q.Worker != nil || q.DP != nil }
 
+// restricted tells whether there are workers that the request may not go to, but for those that have
+// failed it.
+func (q *Query) restricted() bool {
+	return q.pinned() || q.Only != nil || q.Allowed != nil || len(q.Taints) > 0
+}
+
 // Selection is where a request goes. Its load is booked until Free.
 type Selection struct {
 	Worker    *worker.Worker
@@ -203,7 +209,7 @@ func (p *Partition) Full(now time.Time) bool {
 // suitableLocked returns those of slots, which are in the order of worker IDs, that the request
 // may go to, however busy they are. The result is good until the next call.
 func (p *Partition) suitableLocked(slots []int32, q *Query, exclude []worker.ID) []int32 {
-	if q.Only == nil && q.Worker == nil && q.DP == nil && len(exclude) == 0 && q.Allowed == nil && len(q.Taints) == 0 {
+	if !q.restricted() && len(exclude) == 0 {
 		return slots
 	}
 	if q.Worker != nil {

@@ -27,9 +27,10 @@ type scheduler struct {
 	marked []int32   // the seats of which match is not 0
 
 	stretches []stretch // of candidates
+	all       []int32   // the slots of which stretches were made, if they are all and none is preferred; else nil
 	costs     []float64 // by candidate; not-a-number once it is known to have no room
 	lowest    minimum   // of costs
-	weights   []float64 // scratch of draw
+	shares    []float64 // scratch of draw
 }
 
 // stretch is candidates side by side, the costs of which have the same factor.
@@ -77,8 +78,8 @@ func (p *Partition) cheapestLocked(slots []int32, q *Query, marked bool, now tim
 func (p *Partition) chooseLocked(temperature float64) int {
 	s := &p.scheduler
 	if temperature > 0 {
-		s.weights = slices.Grow(s.weights[:0], len(s.costs))[:len(s.costs)]
-		return drawAbove(s.lowest, s.costs, s.weights, temperature, p.rng.Float64())
+		s.shares = slices.Grow(s.shares[:0], len(s.costs))[:len(s.costs)]
+		return drawAbove(s.lowest, s.costs, s.shares, temperature, p.rng.Float64())
 	}
 	if m := s.lowest; m.ties > 1 {
 		return nth(s.costs, m.cost, p.rng.IntN(m.ties))

@@ -15,6 +15,7 @@ type run struct{ first, n int32 }
 // seatLocked makes what depends on who is registered.
 func (p *Partition) seatLocked() {
 	s := &p.scheduler
+	s.all = nil
 	ranks := s.board.Ranks
 	s.byID = newRuns(len(p.slots))
 	s.runs, s.slotAt = make([]run, len(p.slots)), make([]int32, len(ranks))
@@ -47,6 +48,15 @@ func (p *Partition) seatLocked() {
 // lineUpLocked makes candidates of the ranks of the workers in slots, which are by worker ID.
 func (p *Partition) lineUpLocked(slots []int32, q *Query) {
 	s := &p.scheduler
+	if !q.restricted() && len(q.Exclude) == 0 && len(q.Preferred) == 0 {
+		// Then slots are those of a snapshot, which nobody changes: the same make the same candidates.
+		if len(slots) > 0 && len(slots) == len(s.all) && &slots[0] == &s.all[0] {
+			return
+		}
+		s.all = slots
+	} else {
+		s.all = nil
+	}
 	s.stretches = s.stretches[:0]
 	n := 0
 	for _, slot := range slots {

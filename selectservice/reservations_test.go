@@ -291,7 +291,7 @@ func FuzzBodies(f *testing.F) {
 		`{"worker_id":1,"kv_events_endpoints":{"0":"tcp://a:1"},"taints":["a"],"topology_domains":{"a":"b"}}`,
 		`{"token_ids":[1,2],"block_mm_infos":[{"mm_objects":[{"mm_hash":1,"offsets":[[0,1]]}]},null],"router_config_override":{"router_temperature":1.5}}`,
 		`{"pinned_worker":{"worker_id":1,"dp_rank":2},"allowed_worker_ids":[1],"routing_constraints":{"required_taints":["a"],"preferred_taints":{"a":-1e9}}}`,
-		`{"block_hashes":[-1],"sequence_hashes":[9223372036854775807],"isl_tokens":3,"priority_jump":0.1,"explain":true,"decay_fraction":0.5}`, `{"a":[{"b":[]}]}`, `[`, `{"a"}`, `{"explain":tru}`,
+		`{"routing_group":"a","tenant_id":"b","model_name":"m"}`, `{"block_hashes":[-1],"sequence_hashes":[9223372036854775807],"isl_tokens":3,"priority_jump":0.1,"explain":true,"decay_fraction":0.5}`, `{"a":[{"b":[]}]}`, `[`, `{"a"}`, `{"explain":tru}`,
 	} {
 		f.Add([]byte(seed))
 	}

@@ -50,6 +50,7 @@ func TestAtomicity(t *testing.T) {
 	const workers, calls = 8, 64
 	for _, perWorker := range []int{0, 1} {
 		t.Run(fmt.Sprintf("%d for each worker may wait", perWorker), func(t *testing.T) {
+			t.Parallel()
 			policies := filepath.Join(t.TempDir(), "policies.yaml")
 			if err := os.WriteFile(policies, fmt.Appendf(nil, "default_policy_family: f\nuncached_isl_buckets: [{min_tokens: 0, bucket: b}]\npolicy_classes:\n"+
 				"  - {name: latency, policy_family: f, cache_bucket: b, quantum: 1, prefill_busy_threshold: 0, request_queue_limit_per_worker: %d}\n", perWorker), 0o600); err != nil {
