@@ -95,6 +95,7 @@ func (s *Server) infer(ep *endpoint) echo.HandlerFunc {
 		x.handle()
 		*x = exchange{} // after a panic it is left to the garbage collector
 		exchanges.Put(x)
+		s.yield()
 		return nil
 	}
 }

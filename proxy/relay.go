@@ -33,6 +33,7 @@ func (x *exchange) try(attempt int) error {
 	if x.sent != nil {
 		req.Sent = x.departed
 	}
+	x.s.yield()
 	err := x.peer.client.DoInto(x.ctx, &req, resp)
 	putHead(head) // not at the end: an answer may take minutes
 	if err != nil {
