@@ -48,7 +48,7 @@ var rooms = map[string]room{
 	"dispatch":        {shell, []string{"dispatch/budget"}},
 	"monitor":         {shell, []string{"wire", "busy", "tracker", "kvindex", "buckets"}},
 	"replica":         {shell, []string{"wire", "tracker"}},
-	"tokenize":        {shell, nil},
+	"tokenize":        {shell, []string{"buckets"}},
 	"httperr":         {shell, []string{"router"}},
 	"jsonhttp":        {shell, []string{"httperr"}},
 	"logline":         {shell, nil},

@@ -1,0 +1,113 @@
+package tokenize
+
+import (
+	"errors"
+	"math"
+	"sync"
+)
+
+// errAnswer is an answer of which no tokens can be made.
+var errAnswer = errors.New("tokenize: the answer holds no tokens")
+
+// scratch are slices to parse IDs into, before it is known how many there are.
+var scratch = sync.Pool{New: func() any { return new([]uint32) }}
+
+// answered makes tokens of an answer of a route to what was read of a body. The error is errAnswer.
+func answered(to route, body []byte, r *reading) (Tokens, error) {
+	room := scratch.Get().(*[]uint32)
+	defer scratch.Put(room)
+	a := answer{ids: (*room)[:0]}
+	c := cursor{b: body}
+	ok := false
+	if to == toRender {
+		ok = a.rendered(&c)
+	} else {
+		ok = a.tokenized(&c)
+	}
+	*room = a.ids
+	if !ok || c.next() != 0 || a.prompts != r.prompts || len(a.ids) == 0 {
+		return Tokens{}, errAnswer
+	}
+	tokens := Tokens{Count: uint64(len(a.ids)), Text: !r.media && !a.features}
+	if tokens.Text && a.prompts == 1 {
+		tokens.IDs = append(make([]uint32, 0, len(a.ids)), a.ids...)
+	}
+	return tokens, nil
+}
+
+// answer is what is read of one.
+type answer struct {
+	ids      []uint32 // of all prompts
+	prompts  int
+	features bool // there are images or the like, whose IDs do not say what they show
+}
+
+// tokenized reads {"count":3,"tokens":[1,2,3]}.
+func (a *answer) tokenized(c *cursor) bool {
+	count, counted, seen := uint64(0), false, false
+	a.prompts = 1
+	ok := c.object(func(key []byte) (ok bool) {
+		switch string(key) {
+		case "count":
+			c.next()
+			counted = true
+			count, ok = c.number()
+			return ok
+		case "tokens":
+			a.ids, seen = a.ids[:0], true // where a key is repeated the last one counts
+			return a.list(c)
+		}
+		return c.skip()
+	})
+	return ok && seen && (!counted || count == uint64(len(a.ids)))
+}
+
+// rendered reads {"token_ids":[1,2,3],"features":null}, or an array of such objects.
+func (a *answer) rendered(c *cursor) bool {
+	if c.next() == '[' {
+		return c.array(func() bool { return a.one(c) })
+	}
+	return a.one(c)
+}
+
+func (a *answer) one(c *cursor) bool {
+	from, seen := len(a.ids), false
+	a.prompts++
+	return c.object(func(key []byte) bool {
+		switch string(key) {
+		case "token_ids":
+			a.ids, seen = a.ids[:from], true
+			return a.list(c)
+		case "features":
+			if c.next() != 'n' {
+				a.features = true
+			}
+		}
+		return c.skip()
+	}) && seen
+}
+
+// list reads an array of token IDs.
+func (a *answer) list(c *cursor) bool {
+	return c.array(func() bool {
+		c.next()
+		id, ok := c.number()
+		a.ids = append(a.ids, uint32(id))
+		return ok && id <= math.MaxUint32
+	})
+}
+
+// number reads a whole number of at most 18 digits, without leading zeros.
+func (c *cursor) number() (n uint64, ok bool) {
+	from := c.i
+	for c.i < len(c.b) {
+		d := c.b[c.i] - '0'
+		if d > 9 {
+			break
+		}
+		n = n*10 + uint64(d)
+		c.i++
+	}
+	digits := c.i - from
+	return n, digits == 1 || digits > 1 && digits <= 18 && c.b[from] != '0'
+}
