@@ -29,6 +29,8 @@ type Config struct {
 	PrefillStallsDecode    bool          `koanf:"prefill-stalls-decode" usage:"make decoding stand still while a prompt is computed"`
 	Speed                  float64       `koanf:"speed" usage:"divides all simulated times"`
 
+	RenderRoutes bool `koanf:"render-routes" usage:"also tell tokens by the render routes of later vLLM, not only at /tokenize"`
+
 	KVEventsPort    int    `koanf:"kv-events-port" usage:"rank r of worker i publishes KV events on port + i*dp-size + r; 0 is off"`
 	KVReplayPort    int    `koanf:"kv-replay-port" usage:"likewise, to ask for KV events that were missed; 0 is off"`
 	KVReplayBatches int    `koanf:"kv-replay-batches" usage:"batches of KV events that a rank keeps for kv-replay-port, 64 MiB at most"`

@@ -31,6 +31,10 @@ const (
 	oversizedEvent = "oversized-event"
 	errorEvent     = "error-event"
 	overloaded     = "503-overload"
+	tokenizerSlow  = "tokenizer-slow"
+	tokenizerFail  = "tokenizer-fail"
+	tokenizerLie   = "tokenizer-lie"
+	tokenizerOff   = "tokenizer-off"
 )
 
 // stage is where a fault strikes.
@@ -41,6 +45,7 @@ const (
 	ofHealth              // an answer of /health or /ping
 	ofHead                // instead of an answer's head, or with it
 	ofBody                // amid an answer
+	ofTokens              // an answer of the routes that tell tokens
 )
 
 // faultKind is one fault that can be asked for.
@@ -76,6 +81,10 @@ func faultKinds() []faultKind {
 		{garbageEvent, ofBody, "after_tokens"},
 		{oversizedEvent, ofBody, "after_tokens bytes"},
 		{errorEvent, ofBody, "after_tokens code"},
+		{tokenizerSlow, ofTokens, "delay_ms"},
+		{tokenizerFail, ofTokens, "code"},
+		{tokenizerLie, ofTokens, "extra_tokens"},
+		{tokenizerOff, ofTokens, ""},
 	}
 }
 
@@ -101,6 +110,8 @@ type faultSpec struct {
 	Bytes       *int     `json:"bytes,omitempty"`
 	Code        *int     `json:"code,omitempty"`
 	Factor      *float64 `json:"factor,omitempty"`
+	DelayMS     *int     `json:"delay_ms,omitempty"`
+	ExtraTokens *int     `json:"extra_tokens,omitempty"`
 }
 
 const (
@@ -113,6 +124,7 @@ const (
 	oversizedHeadBytes  = 2 << 20
 	oversizedEventBytes = 17 << 20
 	slowFactor          = 2
+	tokenizerDelayMS    = 1000
 )
 
 // check refuses what is out of its range and keys that the fault does not take.
@@ -140,6 +152,8 @@ func (s *faultSpec) check() (*faultKind, error) {
 		{"bytes", s.Bytes != nil, kind.has("bytes"), within(s.Bytes, 1, maxFaultBytes), "within 1..67108864"},
 		{"code", s.Code != nil, kind.has("code"), within(s.Code, 400, 599), "within 400..599"},
 		{"factor", s.Factor != nil, kind.has("factor"), s.Factor == nil || *s.Factor >= 1 && *s.Factor <= maxFaultFactor, "within 1..1000"},
+		{"delay_ms", s.DelayMS != nil, kind.has("delay_ms"), within(s.DelayMS, 0, 1000*maxFaultSeconds), "within 0..86400000"},
+		{"extra_tokens", s.ExtraTokens != nil, kind.has("extra_tokens"), within(s.ExtraTokens, 1, 1<<16), "within 1..65536"},
 	} {
 		if key.given && !key.takes {
 			return nil, badRequest("%s: the fault %s does not take it.", key.name, s.Fault)
@@ -184,7 +198,7 @@ func headerFault(v string) (*fault, error) {
 	if err != nil {
 		return nil, fmt.Errorf("sim: read X-Sim-Fault: %w", err)
 	}
-	if kind.stage == ofWorker {
+	if kind.stage == ofWorker || kind.stage == ofTokens {
 		return nil, badRequest("X-Sim-Fault: %s is a fault of a worker, not of a request.", kind.name)
 	}
 	return &fault{spec: spec, kind: *kind}, nil
@@ -221,6 +235,16 @@ func (f *fault) wait(ctx context.Context) error {
 	case <-over:
 	case <-ctx.Done():
 		return errCut
+	}
+	return nil
+}
+
+// delay returns after the fault's delay, or when the fault is over, or with errCut when ctx ends before.
+func (f *fault) delay(ctx context.Context) error {
+	late, cancel := context.WithTimeout(ctx, time.Duration(or(f.spec.DelayMS, tokenizerDelayMS))*time.Millisecond)
+	defer cancel()
+	if err := f.wait(late); err != nil && ctx.Err() != nil {
+		return err
 	}
 	return nil
 }

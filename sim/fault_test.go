@@ -229,6 +229,9 @@ func TestFaultRefusals(t *testing.T) {
 		{`{"fault":"error-event","code":200}`, "code: is not within"},
 		{`{"fault":"slow","factor":0.5}`, "factor: is not within"},
 		{`{"fault":"slow","count":1}`, "count: the fault slow does not take it."},
+		{`{"fault":"tokenizer-slow","delay_ms":-1}`, "delay_ms: is not within"},
+		{`{"fault":"tokenizer-lie","extra_tokens":0}`, "extra_tokens: is not within"},
+		{`{"fault":"tokenizer-off","code":500}`, "code: the fault tokenizer-off does not take it."},
 		{`{"fault":"429","worker":1}`, "worker: is not within 0..0."},
 		{`{"fault":"refuse"}`, "no port would be left"},
 		{`{"fault":"` + strings.Repeat("x", 70000) + `"}`, "larger than 65536 bytes"},
@@ -246,6 +249,7 @@ func TestFaultRefusals(t *testing.T) {
 		"429;after_tokens=3": "does not take it",
 		"slow":               "a fault of a worker",
 		"refuse":             "a fault of a worker",
+		"tokenizer-off":      "a fault of a worker",
 		"health-fail":        "a fault of /health",
 	} {
 		code, data := post(t, urls[0]+"/v1/completions", unary, "X-Sim-Fault", header)

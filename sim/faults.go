@@ -10,9 +10,10 @@ import (
 type class uint8
 
 const (
-	inference class = iota // chat, completions and embeddings
-	probe                  // /health and /ping
-	other                  // what else a worker answers, but /sim/
+	inference  class = iota // chat, completions and embeddings
+	probe                   // /health and /ping
+	tokenizing              // what tells tokens
+	other                   // what else a worker answers, but /sim/
 )
 
 // faults are those set on a worker, at most one of each name, in the order in which they were
@@ -63,6 +64,16 @@ func (fs *faults) findLocked(name string, now time.Time) *fault {
 	return nil
 }
 
+// strike is the fault of a name if it hits the next request that it could, or nil.
+func (fs *faults) strike(name string, now time.Time) *fault {
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	if f := fs.findLocked(name, now); f != nil && f.hitLocked(now) {
+		return f
+	}
+	return nil
+}
+
 // take returns the fault that a request at a route of class c meets, or nil.
 func (fs *faults) take(c class, now time.Time) *fault {
 	fs.mu.Lock()
@@ -84,6 +95,13 @@ func (fs *faults) take(c class, now time.Time) *fault {
 		}
 		if fs.findLocked(healthOK, now) != nil {
 			return nil
+		}
+	}
+	if c == tokenizing {
+		for _, name := range [...]string{tokenizerOff, tokenizerFail, tokenizerSlow} {
+			if f := fs.findLocked(name, now); f != nil && f.hitLocked(now) {
+				return f
+			}
 		}
 	}
 	// A worker that is frozen for all requests is so for everything; no probe uses up a count.

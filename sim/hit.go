@@ -83,6 +83,15 @@ func (h *hit) serve(next handler) error {
 		return errCut
 	case garbage:
 		return h.raw("\x16\x03\x01\x00\xa5 this is not HTTP \x00\xff\r\n\r\n")
+	case tokenizerOff:
+		return &apiError{http.StatusNotFound, "NotFoundError", "Not Found"}
+	case tokenizerFail:
+		return &apiError{or(f.spec.Code, http.StatusInternalServerError), "InternalServerError", "The tokenizer has failed."}
+	case tokenizerSlow:
+		if err := f.delay(h.request.Context()); err != nil {
+			return err
+		}
+		return next(h.ResponseWriter, h.request)
 	case healthFail:
 		h.ResponseWriter.WriteHeader(http.StatusServiceUnavailable) // vLLM's has no body
 		return nil

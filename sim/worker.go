@@ -40,8 +40,10 @@ func (w *worker) routes() http.Handler {
 	} {
 		mux.HandleFunc(pattern, w.faulty(inference, h))
 	}
+	for pattern, h := range w.tokenRoutes() {
+		mux.HandleFunc(pattern, w.faulty(tokenizing, h))
+	}
 	for pattern, h := range map[string]handler{
-		"POST /tokenize":           w.tokenize,
 		"POST /reset_prefix_cache": w.resetPrefixCache,
 		"GET /v1/models":           w.models,
 		"GET /version":             version,

@@ -30,12 +30,13 @@ them, and the header X-Sim-Fault: NAME[;after_tokens=3] gives one to a single re
   with the answer       both-lengths, oversized-header, silence, reset-stream, close-stream,
                         freeze-stream, eof, garbage-framing, garbage-event, oversized-event,
                         error-event
+  of the tokenizer      tokenizer-slow, tokenizer-fail, tokenizer-lie, tokenizer-off
 
   curl localhost:9001/sim/fault -d '{"fault":"429","count":10,"retry_after":2}'
   curl localhost:9001/sim/fault -d '{"fault":"reset-stream","share":0.1,"after_tokens":5}'
   curl -X DELETE localhost:9001/sim/fault
 
-More keys are worker, seconds, bytes, code and factor; docs/sim.md explains them.`,
+More keys are worker, seconds, bytes, code, factor, delay_ms and extra_tokens; docs/sim.md explains them.`,
 		Example: `  spillway sim                                   # one worker on port 9001
   spillway sim --count 4 --kv-blocks 2048        # four small ones on 9001 to 9004
   spillway sim --kv-events-port 5557 --kv-replay-port 5657
