@@ -44,7 +44,7 @@ type exchange struct {
 	estimate   uint64  // prompt tokens before correction
 	expected   uint32  // output tokens, as the client says; 0 if it does not
 	remaining  float64 // part of them
-	tokenized  uint64  // prompt tokens that the tokenizer has told, 0 if it has not
+	tokenized  uint64  // prompt tokens that the tokenizer has told, 0 if it has not or roughly
 	prefix     *prefix // of mode kv; nil before a rank is asked for, and once the answer has begun
 
 	slot     slot

@@ -268,6 +268,7 @@ func TestTokens(t *testing.T) {
 		{"an estimate", "chat/completions", chatOf(strings.Repeat("x", 390)), proxy.Tokens{}, true, 106, 6, "estimate", 0}, // 394 bytes with the role, and 7
 		{"IDs by the tokenizer", "chat/completions", chatOf("x"), proxy.Tokens{IDs: ids(1, 100)}, true, 100, 6, "tokenizer", 6},
 		{"a count by it", "chat/completions", chatOf("x"), proxy.Tokens{Count: 77}, true, 77, 4, "count", 0},
+		{"a rough count", "chat/completions", chatOf("x"), proxy.Tokens{Count: 77, Rough: true}, true, 77, 4, "count", 0},
 		{"completions", "completions", completion(`"x"`), proxy.Tokens{IDs: ids(1, 100), Count: 100}, true, 100, 6, "tokenizer", 6},
 		{"one in a list", "completions", completion(`["x"]`), proxy.Tokens{IDs: ids(1, 100)}, true, 100, 6, "tokenizer", 6},
 		{"several", "completions", completion(`["` + strings.Repeat("x", 400) + `","` + strings.Repeat("y", 400) + `"]`), proxy.Tokens{}, false, 200, 12, "estimate", 0},
@@ -314,7 +315,7 @@ func TestTokens(t *testing.T) {
 				t.Errorf("prompts of source %s: %s, want 1", tt.source, got)
 			}
 			var told [][2]uint64
-			if tt.source == "tokenizer" || tt.source == "count" {
+			if (tt.source == "tokenizer" || tt.source == "count") && !tt.answer.Rough {
 				told = [][2]uint64{{tt.prefill, 10}} // as the answer's usage says
 			}
 			if !slices.Equal(k.told, told) {

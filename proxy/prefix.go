@@ -156,13 +156,16 @@ func (x *exchange) tokens(k *prefix) []uint32 {
 	})
 	switch {
 	case len(t.IDs) > 0:
-		k.source, x.tokenized = fromTokenizer, uint64(len(t.IDs))
+		k.source, t.Count = fromTokenizer, uint64(len(t.IDs))
 	case t.Count > 0:
-		k.source, x.tokenized = fromCount, t.Count
+		k.source = fromCount
 	default:
 		return nil
 	}
-	x.query.PromptTokens = x.tokenized
+	x.query.PromptTokens = t.Count
+	if !t.Rough {
+		x.tokenized = t.Count
+	}
 	return t.IDs
 }
 

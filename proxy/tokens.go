@@ -18,6 +18,7 @@ type Prompt struct {
 type Tokens struct {
 	IDs   []uint32 // exactly those that the worker will see, or nil; read-only, since a cache may share them
 	Count uint64   // of them, 0 if it is not known either
+	Rough bool     // the worker may count otherwise, as with images; Counted is not told then
 }
 
 // Tokenizer tells what tokens prompts become. Both functions may be called by many at a time.
@@ -26,7 +27,8 @@ type Tokenizer struct {
 	// error: a request goes on without. ctx ends with the client's request.
 	Tokenize func(ctx context.Context, p Prompt) Tokens
 
-	// Counted is told what a worker has counted (usage.prompt_tokens) where Tokenize had told a Count.
+	// Counted is told what a worker has counted (usage.prompt_tokens) where Tokenize had told a Count
+	// that is not Rough.
 	Counted func(p worker.Partition, counted, actual uint64)
 }
 
