@@ -10,30 +10,32 @@ import (
 	"spillway/proxy"
 	"spillway/replica"
 	"spillway/router"
+	"spillway/tokenize"
 	"spillway/worker"
 )
 
 // Serving is what serves clients, wherever its workers come from.
 type Serving struct {
-	Proxy   proxy.Config   `koanf:",squash"`
-	Busy    busy.Config    `koanf:",squash"`
-	Router  router.Config  `koanf:",squash"`
-	Index   kvindex.Config `koanf:",squash"`
-	Monitor monitor.Config `koanf:",squash"`
-	Log     Log            `koanf:",squash"`
+	Proxy    proxy.Config    `koanf:",squash"`
+	Busy     busy.Config     `koanf:",squash"`
+	Router   router.Config   `koanf:",squash"`
+	Index    kvindex.Config  `koanf:",squash"`
+	Tokenize tokenize.Config `koanf:",squash"`
+	Monitor  monitor.Config  `koanf:",squash"`
+	Log      Log             `koanf:",squash"`
 }
 
 // DefaultServing returns the settings of a run without flags.
 func DefaultServing() Serving {
 	return Serving{
 		Proxy: proxy.DefaultConfig(), Busy: busy.DefaultConfig(), Router: router.DefaultConfig(), Index: kvindex.DefaultConfig(),
-		Monitor: monitor.DefaultConfig(), Log: DefaultLog(),
+		Tokenize: tokenize.DefaultConfig(), Monitor: monitor.DefaultConfig(), Log: DefaultLog(),
 	}
 }
 
 // Validate returns all findings, each beginning with its key.
 func (c Serving) Validate() error {
-	return errors.Join(c.Proxy.Validate(), c.Busy.Validate(), c.Router.Validate(), c.Index.Validate(), c.Monitor.Validate(), c.Log.Validate())
+	return errors.Join(c.Proxy.Validate(), c.Busy.Validate(), c.Router.Validate(), c.Index.Validate(), c.Tokenize.Validate(), c.Monitor.Validate(), c.Log.Validate())
 }
 
 // Fleet is what a front end is told about workers and models.

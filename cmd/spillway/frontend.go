@@ -69,6 +69,7 @@ type frontend struct {
 	routes  *router.Router
 	metrics *prometheus.Registry
 	log     *slog.Logger
+	close   func() // what is left open when all has ended
 }
 
 // oldReservation is the age at which an engine should know of a request that it was sent.
@@ -92,6 +93,12 @@ func newFrontend(p process, cfg configs.Serving, fleet configs.Fleet, log *slog.
 	}
 
 	server.IndexBy(kvindex.NewPartitions(cfg.Index))
+	end := func() {}
+	if cfg.Router.Resolved().Mode == router.KV && cfg.Tokenize.Asks() {
+		cfg.Tokenize.Prefix, cfg.Tokenize.Histograms = cfg.Proxy.MetricsPrefix, shapes
+		end = tellTokens(cfg.Tokenize, routes, server, metrics, log)
+	}
+
 	watcher := monitor.New(cfg.Monitor, log, metrics)
 	watcher.StaleIsBusy = cfg.Busy.StalePolicy == busy.StaleBusy
 	watcher.Register = func(w *worker.Worker) (*busy.List, error) {
@@ -121,7 +128,7 @@ func newFrontend(p process, cfg configs.Serving, fleet configs.Fleet, log *slog.
 	if routes.Queues() {
 		log.Info("requests may wait", "queue_size", cfg.Router.QueueSize, "queue_timeout", cfg.Proxy.QueueTimeout, "policy_config", cfg.Router.Queue.PolicyConfig)
 	}
-	return &frontend{server: server, monitor: watcher, routes: routes, metrics: metrics, log: log}, nil
+	return &frontend{server: server, monitor: watcher, routes: routes, metrics: metrics, log: log, close: end}, nil
 }
 
 // run serves until ctx ends. What takes requests stops first, what feeds it after.
@@ -136,6 +143,7 @@ func (f *frontend) run(ctx context.Context, d doors) error {
 	}
 	go func() { fed <- f.monitor.Run(feeding) }()
 	err := f.server.Run(ctx, d.clients, d.admin)
+	f.close()
 	stop()
 	return errors.Join(err, <-fed, <-fed)
 }
