@@ -20,6 +20,7 @@ type ownForm interface {
 var (
 	durationType = reflect.TypeFor[time.Duration]()
 	ownFormType  = reflect.TypeFor[ownForm]()
+	byRankType   = reflect.TypeFor[map[uint32]string]()
 )
 
 // readable tells whether assign knows the type.
@@ -32,6 +33,8 @@ func readable(t reflect.Type) bool {
 		return t.Kind() != reflect.Int64 || t == durationType
 	case reflect.Slice:
 		return t.Elem().Kind() == reflect.String
+	case reflect.Map:
+		return t == byRankType
 	case reflect.Pointer:
 		return t.Elem().Kind() != reflect.Pointer && readable(t.Elem())
 	case reflect.Struct:
@@ -57,6 +60,8 @@ func assign(to reflect.Value, value any) error {
 		return assignList(to, value)
 	case to.Kind() == reflect.Struct:
 		return assignMap(to, value)
+	case to.Kind() == reflect.Map:
+		return assignByRank(to, value)
 	case value == nil:
 		return errors.New("has no value")
 	case isText:
@@ -107,6 +112,28 @@ func assignMap(to reflect.Value, value any) error {
 			return fmt.Errorf("%s: %w", key, err)
 		}
 	}
+	return nil
+}
+
+// assignByRank reads a map of rank to text.
+func assignByRank(to reflect.Value, value any) error {
+	entries, ok := value.(map[string]any)
+	if !ok && value != nil {
+		return errors.New("is not a map of rank to text")
+	}
+	next := map[uint32]string{}
+	for _, key := range sortedKeys(entries) {
+		dp, err := strconv.ParseUint(key, 10, 32)
+		if err != nil {
+			return fmt.Errorf("%s: is no rank", key)
+		}
+		text, ok := entries[key].(string)
+		if !ok {
+			return fmt.Errorf("%s: %v is not text", key, entries[key])
+		}
+		next[uint32(dp)] = text
+	}
+	to.Set(reflect.ValueOf(next))
 	return nil
 }
 

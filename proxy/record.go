@@ -10,7 +10,7 @@ import (
 )
 
 // workerRecord is a worker as the /workers routes show it: what was said of it, nil where nothing
-// was. What Spillway's front end has no use for yet (KV events, taints, topology, transfer) is
+// was. What Spillway's front end has no use for yet (taints, topology, transfer) is
 // checked, kept and shown, so that one record serves this server and the selection service.
 type workerRecord struct {
 	ID                  worker.ID         `json:"worker_id"`
@@ -159,6 +159,8 @@ func (r *workerRecord) worker() (*worker.Worker, []string) {
 		MetricsURL: orZero(r.MetricsURL), APIKey: orZero(r.apiKey), DPStart: orZero(r.DPStart), DPSize: orZero(r.DPSize),
 		RankRouting: worker.RankRouting(orZero(r.RankRouting)), KVTotalBlocks: orZero(r.KVTotalBlocks), BlockSize: orZero(r.BlockSize),
 		MaxNumBatchedTokens: orZero(r.MaxNumBatchedTokens), MaxConcurrency: orZero(r.MaxConcurrency),
+		KVEventsEndpoint: orZero(r.KVEventsEndpoint), KVEvents: ofRanks(r.KVEventsEndpoints),
+		ReplayEndpoint: orZero(r.ReplayEndpoint), KVReplay: ofRanks(r.ReplayEndpoints),
 	}
 	if r.DPStart != nil && r.DPSize == nil {
 		w.DPSize = 1
@@ -186,12 +188,41 @@ func recordOf(w *worker.Worker) workerRecord {
 		RankRouting: new(string(w.RankRouting)), BlockSize: unlessZero(w.BlockSize), DPSize: unlessZero(w.DPSize),
 		MaxNumBatchedTokens: unlessZero(w.MaxNumBatchedTokens), KVTotalBlocks: unlessZero(w.KVTotalBlocks),
 		MaxConcurrency: unlessZero(w.MaxConcurrency), apiKey: &w.APIKey, custom: w.Custom,
+		KVEventsEndpoints: byName(w.KVEvents), ReplayEndpoints: byName(w.KVReplay),
 	}
 	if w.DPSize > 0 {
 		r.DPStart = &w.DPStart
 	}
 	r.named(w.Models)
 	return r
+}
+
+// ofRanks is what a record says by rank: its keys have been found to be numbers.
+func ofRanks(said map[string]string) map[uint32]string {
+	var at map[uint32]string
+	for key, text := range said {
+		dp, err := strconv.ParseUint(key, 10, 32)
+		if err != nil {
+			continue
+		}
+		if at == nil {
+			at = map[uint32]string{}
+		}
+		at[uint32(dp)] = text
+	}
+	return at
+}
+
+// byName is the reverse of ofRanks.
+func byName(at map[uint32]string) map[string]string {
+	var said map[string]string
+	for dp, text := range at {
+		if said == nil {
+			said = map[string]string{}
+		}
+		said[strconv.FormatUint(uint64(dp), 10)] = text
+	}
+	return said
 }
 
 // named takes over names that were configured or learnt.

@@ -146,6 +146,7 @@ func TestWorkerLife(t *testing.T) {
 		{`{"worker_id":10,"endpoint":"nowhere"}`, "reconciliation failed: url: "},
 		{`{"worker_id":10,"endpoint":"http://x","engine":"abacus"}`, "reconciliation failed: engine: "},
 		{`{"worker_id":10,"endpoint":"http://x","data_parallel_size":100000}`, "reconciliation failed: dp_size: "},
+		{`{"worker_id":10,"endpoint":"http://x","kv_events_endpoint":"x:1"}`, "reconciliation failed: kv_events_endpoint: "},
 	} {
 		r := f.operator("POST", "/workers", tt.body).record(t, tt.body, 201)
 		if r.Lifecycle != "incomplete" || len(r.Reasons) != 1 || !strings.HasPrefix(r.Reasons[0], tt.want) {
@@ -225,6 +226,7 @@ func TestWorkerRecord(t *testing.T) {
 		ID: 3, Name: "w", Endpoint: "http://127.0.0.1:1", Models: []string{"m", "adapter"}, Tenant: "t", Engine: "vllm",
 		MetricsURL: "http://127.0.0.1:2/metrics", APIKey: "hidden", DPStart: 1, DPSize: 2, RankRouting: worker.RankByEngine,
 		KVTotalBlocks: 1000, BlockSize: 32, MaxNumBatchedTokens: 8192, MaxConcurrency: 64,
+		KVEvents: map[uint32]string{0: "tcp://h:2"}, KVReplay: map[uint32]string{0: "tcp://h:4"},
 	}
 	if w == nil || fmt.Sprintf("%+v", *w) != fmt.Sprintf("%+v", want) {
 		t.Errorf("the router knows %+v\nwant %+v", w, want)

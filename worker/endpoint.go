@@ -3,6 +3,8 @@ package worker
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -80,4 +82,63 @@ func ReplayEndpoint(endpoint string, offset uint32) (string, error) {
 		}
 	}
 	return "", fmt.Errorf("%.256q: there is no endpoint for the rank %d after the first", endpoint, offset)
+}
+
+// normalizeKVEndpoints puts what is said of all ranks into the maps, and checks these. The error
+// begins with the key.
+func (w Worker) normalizeKVEndpoints() (Worker, error) {
+	if err := checkReplayEndpoint(w.ReplayEndpoint); err != nil {
+		return w, fmt.Errorf("replay_endpoint: %w", err)
+	}
+	if len(w.KVEvents) == 0 && w.KVEventsEndpoint != "" && w.DPSize <= 1 {
+		if err := CheckEventEndpoint(w.KVEventsEndpoint); err != nil {
+			return w, fmt.Errorf("kv_events_endpoint: %w", err)
+		}
+		w.KVEvents = map[uint32]string{w.DPStart: w.KVEventsEndpoint}
+	}
+	for _, by := range []struct {
+		key   string
+		ranks map[uint32]string
+		check func(string) error
+	}{{"kv_events_endpoints", w.KVEvents, CheckEventEndpoint}, {"replay_endpoints", w.KVReplay, checkReplayEndpoint}} {
+		if len(by.ranks) > MaxDPSize {
+			return w, fmt.Errorf("%s: %d ranks are more than %d", by.key, len(by.ranks), MaxDPSize)
+		}
+		for _, dp := range slices.Sorted(maps.Keys(by.ranks)) {
+			if dp == AnyDP {
+				return w, fmt.Errorf("%s: %d is no rank", by.key, dp)
+			}
+			if err := by.check(by.ranks[dp]); err != nil {
+				return w, fmt.Errorf("%s: %w", by.key, err)
+			}
+		}
+	}
+	if w.ReplayEndpoint != "" {
+		replay := maps.Clone(w.KVReplay)
+		for dp := range w.KVEvents {
+			if _, said := replay[dp]; said || dp < w.DPStart {
+				continue
+			}
+			if at, err := ReplayEndpoint(w.ReplayEndpoint, dp-w.DPStart); err == nil { // else no convention tells of one
+				if replay == nil {
+					replay = map[uint32]string{}
+				}
+				replay[dp] = at
+			}
+		}
+		w.KVReplay = replay
+	}
+	w.KVEventsEndpoint, w.ReplayEndpoint = "", ""
+	return w, nil
+}
+
+// checkReplayEndpoint is CheckEventEndpoint for one to ask at, or "" for none.
+func checkReplayEndpoint(endpoint string) error {
+	if endpoint == "" {
+		return nil
+	}
+	if Binds(endpoint) {
+		return fmt.Errorf("%.256q: nobody can be asked at *", endpoint)
+	}
+	return CheckEventEndpoint(endpoint)
 }

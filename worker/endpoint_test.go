@@ -1,6 +1,7 @@
 package worker_test
 
 import (
+	"maps"
 	"strings"
 	"testing"
 
@@ -78,6 +79,46 @@ func TestReplayEndpoint(t *testing.T) {
 		got, err := worker.ReplayEndpoint(tt.endpoint, tt.offset)
 		if got != tt.want || (err == nil) != (tt.want != "") {
 			t.Errorf("ReplayEndpoint(%q, %d) = %q, %v, want %q", tt.endpoint, tt.offset, got, err, tt.want)
+		}
+	}
+}
+
+// TestKVEndpoints checks what is made of the keys that tell where KV events come from, and whether
+// all ranks are heard of then.
+func TestKVEndpoints(t *testing.T) {
+	type at = map[uint32]string
+	for _, tt := range []struct {
+		name           string
+		given          worker.Worker
+		events, replay at
+		all            bool
+	}{
+		{"nothing", worker.Worker{}, nil, nil, false},
+		{"one", worker.Worker{KVEventsEndpoint: "tcp://h:1"}, at{0: "tcp://h:1"}, nil, true},
+		{"one, of the only declared rank", worker.Worker{KVEventsEndpoint: "tcp://h:1", DPStart: 3, DPSize: 1}, at{3: "tcp://h:1"}, nil, true},
+		{"one for two ranks", worker.Worker{KVEventsEndpoint: "tcp://h:1", DPSize: 2}, nil, nil, false},
+		{"a map goes first", worker.Worker{KVEventsEndpoint: "tcp://h:1", KVEvents: at{0: "tcp://h:2"}}, at{0: "tcp://h:2"}, nil, true},
+		{"two of two", worker.Worker{KVEvents: at{4: "tcp://h:2", 5: "tcp://h:3"}, DPStart: 4, DPSize: 2}, at{4: "tcp://h:2", 5: "tcp://h:3"}, nil, true},
+		{"one of two", worker.Worker{KVEvents: at{0: "tcp://h:2"}, DPSize: 2}, at{0: "tcp://h:2"}, nil, false},
+		{"two, of others", worker.Worker{KVEvents: at{0: "tcp://h:2", 1: "tcp://h:3"}, DPStart: 1, DPSize: 2}, at{0: "tcp://h:2", 1: "tcp://h:3"}, nil, false},
+		{"more than declared", worker.Worker{KVEvents: at{0: "tcp://h:2", 9: "tcp://h:3"}, DPSize: 1}, at{0: "tcp://h:2", 9: "tcp://h:3"}, nil, true},
+		{"replay by convention", worker.Worker{KVEvents: at{4: "tcp://h:2", 6: "tcp://h:3"}, DPStart: 4, DPSize: 3, ReplayEndpoint: "tcp://h:7"}, at{4: "tcp://h:2", 6: "tcp://h:3"}, at{4: "tcp://h:7", 6: "tcp://h:9"}, false},
+		{"replay, with exceptions", worker.Worker{KVEvents: at{0: "tcp://h:2", 1: "tcp://h:3"}, DPSize: 2, ReplayEndpoint: "tcp://h:7", KVReplay: at{1: ""}}, at{0: "tcp://h:2", 1: "tcp://h:3"}, at{0: "tcp://h:7", 1: ""}, true},
+		{"no replay by convention", worker.Worker{KVEvents: at{0: "ipc://a", 1: "ipc://b"}, DPSize: 2, ReplayEndpoint: "ipc://c"}, at{0: "ipc://a", 1: "ipc://b"}, at{0: "ipc://c"}, true},
+	} {
+		tt.given.Endpoint = "http://h:1"
+		got, err := tt.given.Normalize()
+		if err != nil || !maps.Equal(got.KVEvents, tt.events) || !maps.Equal(got.KVReplay, tt.replay) || got.PublishesKVEvents() != tt.all {
+			t.Errorf("%s: events %v, replay %v, all %v, %v; want %v, %v, %v", tt.name, got.KVEvents, got.KVReplay, got.PublishesKVEvents(), err, tt.events, tt.replay, tt.all)
+		}
+	}
+	silent, heard := &worker.Worker{}, &worker.Worker{KVEvents: at{0: "tcp://h:1"}}
+	for _, tt := range []struct {
+		workers []*worker.Worker
+		want    bool
+	}{{nil, false}, {[]*worker.Worker{heard}, true}, {[]*worker.Worker{heard, heard}, true}, {[]*worker.Worker{heard, silent}, false}} {
+		if got := worker.AllPublishKVEvents(tt.workers); got != tt.want {
+			t.Errorf("AllPublishKVEvents of %d workers = %v, want %v", len(tt.workers), got, tt.want)
 		}
 	}
 }

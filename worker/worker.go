@@ -70,12 +70,16 @@ type Worker struct {
 	Taints              []string    `koanf:"taints"` // labels that requests can require or prefer
 	MaxModelLen         uint64      `koanf:"-"`      // tokens; learnt from the worker's /v1/models
 
-	KVEvents map[uint32]string `koanf:"-"` // by rank, where its engine publishes KV events; see CheckEventEndpoint
-	KVReplay map[uint32]string `koanf:"-"` // by rank, where it sends those again that were lost
+	KVEvents map[uint32]string `koanf:"kv_events_endpoints"` // by rank, where its engine publishes KV events; see CheckEventEndpoint
+	KVReplay map[uint32]string `koanf:"replay_endpoints"`    // by rank, where it sends those again that were lost, or ""
+
+	// What may be said instead; Normalize makes entries of the maps of it.
+	KVEventsEndpoint string `koanf:"kv_events_endpoint"` // of a worker with one rank
+	ReplayEndpoint   string `koanf:"replay_endpoint"`    // of the first rank; the others' are on the ports after it
 }
 
-// Normalize fills what was left out (ID, Name, Tenant, Engine, RankRouting) and checks the
-// rest. Models may still be empty: they are then learnt from the worker.
+// Normalize fills what was left out (ID, Name, Tenant, Engine, RankRouting, endpoints of ranks) and
+// checks the rest. Models may still be empty: they are then learnt from the worker.
 func (w Worker) Normalize() (Worker, error) {
 	u, err := url.Parse(w.Endpoint)
 	switch {
@@ -138,7 +142,7 @@ func (w Worker) Normalize() (Worker, error) {
 			return w, errors.New("models: a name is empty")
 		}
 	}
-	return w, nil
+	return w.normalizeKVEndpoints()
 }
 
 // Bounds of the ranks of one worker, so that a wrong number cannot exhaust memory: of those that an

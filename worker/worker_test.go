@@ -62,6 +62,11 @@ func TestNormalizeRefuses(t *testing.T) {
 		{"dp_start: ", func(w *worker.Worker) { w.DPStart, w.DPSize = worker.AnyDP, 1 }},
 		{"dp_start: ", func(w *worker.Worker) { w.DPStart, w.DPSize = worker.AnyDP-1, 2 }},
 		{"models: ", func(w *worker.Worker) { w.Models = []string{"m", ""} }},
+		{"kv_events_endpoint: ", func(w *worker.Worker) { w.KVEventsEndpoint = "h:1" }},
+		{"kv_events_endpoints: ", func(w *worker.Worker) { w.KVEvents = map[uint32]string{0: ""} }},
+		{"kv_events_endpoints: ", func(w *worker.Worker) { w.KVEvents = map[uint32]string{worker.AnyDP: "tcp://h:1"} }},
+		{"replay_endpoint: ", func(w *worker.Worker) { w.ReplayEndpoint = "tcp://*:1" }},
+		{"replay_endpoints: ", func(w *worker.Worker) { w.KVReplay = map[uint32]string{0: "udp://h:1"} }},
 	} {
 		w := ok
 		tt.change(&w)
