@@ -4,8 +4,11 @@ import (
 	"context"
 	"flag"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net/http"
+	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -13,10 +16,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/spf13/pflag"
 	"go.uber.org/goleak"
 
-	"spillway/configs"
+	"spillway/router"
+	"spillway/worker"
 )
 
 var (
@@ -38,6 +41,8 @@ const (
 // abuse is one run of TestAbuse.
 type abuse struct {
 	*fleet
+	mode    router.Mode
+	front   *frontend // nil if it is a process of its own
 	seed    uint64
 	workers []*victim
 	load    tally
@@ -52,10 +57,12 @@ type footprint struct{ heap, rss, goroutines, fds float64 }
 // silent. Every answer must be one of those documented; in the end nothing may be booked, open or
 // running that was not before, and every request must succeed again. A longer run is
 //
-//	go test -race -run TestAbuse -timeout 20m ./cmd/spillway -abuse.duration 10m
-func TestAbuse(t *testing.T) {
+//	go test -race -run TestAbuse -timeout 30m ./cmd/spillway -abuse.duration 10m
+func TestAbuse(t *testing.T) { inModes(t, testAbuse) }
+
+func testAbuse(t *testing.T, mode router.Mode) {
 	before := goleak.IgnoreCurrent()
-	a := &abuse{seed: *abuseSeed, fleet: &fleet{t: t, http: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64}}}}
+	a := &abuse{mode: mode, seed: *abuseSeed, fleet: &fleet{t: t, http: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64}}}}
 	for a.seed == 0 {
 		a.seed = rand.Uint64() >> 32
 	}
@@ -84,6 +91,7 @@ func TestAbuse(t *testing.T) {
 	a.recovered("after all")
 	a.lastRound()
 	a.settled()
+	a.remembered()
 	for _, v := range a.workers {
 		eventually(t, "nothing runs on a worker", v.idle)
 	}
@@ -97,12 +105,17 @@ func (a *abuse) random(stream uint64) *rand.Rand { return rand.New(rand.NewPCG(a
 
 // arguments are the front end's: every limit is short, so that all of them are met.
 func (a *abuse) arguments() []string {
-	var urls []string
+	var settings strings.Builder
+	settings.WriteString("workers:\n")
 	for _, v := range a.workers {
-		urls = append(urls, v.url)
+		fmt.Fprintf(&settings, "  - {url: '%s', kv_events_endpoint: 'tcp://127.0.0.1:%d', replay_endpoint: 'tcp://127.0.0.1:%d'}\n", v.url, v.port+1, v.port+2)
+	}
+	file := filepath.Join(a.t.TempDir(), "frontend.yaml")
+	if err := os.WriteFile(file, []byte(settings.String()), 0o600); err != nil {
+		a.t.Fatal(err)
 	}
 	args := []string{
-		"--workers", strings.Join(urls, ","), "--http-host", "127.0.0.1", "--http-port", "0", "--log-level", "error",
+		"--config", file, "--router-mode", string(a.mode), "--http-host", "127.0.0.1", "--http-port", "0", "--log-level", "error",
 		"--scrape-interval", "100ms", "--health-interval", "500ms", "--health-timeout", "500ms",
 		"--dial-timeout", "500ms", "--response-header-timeout", "3s", "--stream-inactivity-timeout", "2s", "--request-timeout", "20s",
 		"--client-read-timeout", "5s", "--body-limit-mb", "1", "--migration-limit", "2",
@@ -122,36 +135,8 @@ func (a *abuse) serve() *output {
 		a.url = p.await(`Front end: (\S+)\n`)
 		return &p.stderr
 	}
-	flags := pflag.NewFlagSet("frontend", pflag.ContinueOnError)
-	configs.Flags(flags, configs.DefaultFrontend())
-	if err := flags.Parse(a.arguments()); err != nil {
-		a.t.Fatal(err)
-	}
-	cfg, _, err := configs.Load(configs.DefaultFrontend(), "", func() []string { return nil }, flags)
-	if err != nil {
-		a.t.Fatal(err)
-	}
-	logged := &output{}
-	log, flush := newLogger(logged, cfg.Serving.Log)
-	a.t.Cleanup(flush)
-	f, err := newFrontend(process{environ: func() []string { return nil }}, cfg.Serving, cfg.Fleet, log)
-	if err != nil {
-		a.t.Fatal(err)
-	}
-	d, err := listen(a.t.Context(), cfg.Serving.Proxy)
-	if err != nil {
-		a.t.Fatal(err)
-	}
-	a.url = d.url()
-	ctx, stop := context.WithCancel(context.Background())
-	served := make(chan error, 1)
-	go func() { served <- f.run(ctx, d) }()
-	a.t.Cleanup(func() {
-		stop()
-		if err := <-served; err != nil {
-			a.t.Errorf("front end: %v", err)
-		}
-	})
+	f, d, logged := serveFrontend(a.t, a.arguments()...)
+	a.front, a.url = f, d.url()
 	return logged
 }
 
@@ -233,6 +218,37 @@ func (a *abuse) lastRound() {
 		})
 	}
 	clients.Wait()
+}
+
+// remembered compares what the front end knows of the workers' caches with what is in them.
+func (a *abuse) remembered() {
+	if a.mode != router.KV {
+		return
+	}
+	for i, v := range a.workers {
+		// Of an engine that has begun anew nothing is known until it tells of something.
+		body := fmt.Sprintf(`{"model":"sim-model","max_tokens":1,"prompt":%q}`, strings.Repeat(fmt.Sprintf("The end of %d. ", i), 30))
+		if status, answer, err := v.call(a.t.Context(), http.MethodPost, "/v1/completions", body); err != nil || status != 200 {
+			a.t.Fatalf("a worker answers %d %s, %v", status, answer, err)
+		}
+	}
+	caches := func() (holdings, map[worker.Rank]uint64) {
+		all, last := holdings{}, map[worker.Rank]uint64{}
+		for _, v := range a.workers {
+			cached, batch := cacheOf(a.t, v.url, func(int) worker.ID { return worker.DefaultID(v.url) })
+			maps.Copy(all, cached)
+			maps.Copy(last, batch)
+		}
+		return all, last
+	}
+	entries := func() int { return a.sum("spillway_kv_index_entries{") }
+	if a.front == nil { // all that it tells is how many there are
+		eventually(a.t, "as many blocks are known as there are", func() bool { all, _ := caches(); return entries() == all.blocks() })
+		return
+	}
+	if want := follows(a.t, a.front, "in the end", caches).blocks(); entries() != want || want == 0 {
+		a.t.Errorf("%d blocks are known, want %d, and some", entries(), want)
+	}
 }
 
 // returned waits until the front end holds what it held at the start: connections to workers go

@@ -18,8 +18,8 @@ import (
 	"time"
 )
 
-// victim is a process of one simulated worker, which always comes back on its port. Its methods
-// are for one goroutine at a time.
+// victim is a process of one simulated worker, which always comes back on its ports: port, that of its
+// KV events and that of their replay. Its methods are for one goroutine at a time.
 type victim struct {
 	port   int
 	url    string
@@ -35,12 +35,8 @@ func newVictim(t *testing.T, load *tally, rng *rand.Rand) *victim {
 	v := &victim{load: load}
 	for range 100 { // below the ports that connections take, or one could take it while the worker is away
 		v.port = 20000 + rng.IntN(10000)
-		ln, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(v.port))
-		if err != nil {
+		if !free(t, v.port, v.port+1, v.port+2) {
 			continue
-		}
-		if err := ln.Close(); err != nil {
-			t.Fatal(err)
 		}
 		v.url = "http://127.0.0.1:" + strconv.Itoa(v.port)
 		if err := v.start(); err != nil {
@@ -53,13 +49,29 @@ func newVictim(t *testing.T, load *tally, rng *rand.Rand) *victim {
 	return nil
 }
 
+// free tells whether nobody listens on any of the ports.
+func free(t *testing.T, ports ...int) bool {
+	t.Helper()
+	for _, p := range ports {
+		ln, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(p))
+		if err != nil {
+			return false
+		}
+		if err := ln.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return true
+}
+
 func (v *victim) start() error {
 	self, err := os.Executable()
 	if err != nil {
 		return err
 	}
 	v.cmd = exec.Command(self, "sim", "--port", strconv.Itoa(v.port), "--speed", strconv.Itoa(abuseSpeed),
-		"--kv-blocks", "512", "--max-num-seqs", "32", "--log-level", "error")
+		"--kv-blocks", "512", "--max-num-seqs", "32", "--log-level", "error",
+		"--kv-events-port", strconv.Itoa(v.port+1), "--kv-replay-port", strconv.Itoa(v.port+2))
 	v.cmd.Env = append(os.Environ(), asCommand)
 	v.stderr, v.exited = &output{}, make(chan struct{})
 	v.cmd.Stderr = v.stderr

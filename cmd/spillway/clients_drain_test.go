@@ -11,6 +11,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"spillway/router"
 )
 
 // told is what one client of a stopping front end saw.
@@ -62,10 +64,12 @@ func (p *running) stages() (at []time.Time) {
 // TestSIGTERMUnderLoad stops a front end whose clients never pause, and checks what each of them
 // was told by the stage in which it asked: all are served until the delay is over, refused while
 // running ones end, and nobody is left without an answer before the process stops.
-func TestSIGTERMUnderLoad(t *testing.T) {
+func TestSIGTERMUnderLoad(t *testing.T) { inModes(t, testSIGTERMUnderLoad) }
+
+func testSIGTERMUnderLoad(t *testing.T, mode router.Mode) {
 	const delay, timeout = 700 * time.Millisecond, 1200 * time.Millisecond
-	demo := start(t, nil, "demo", "--http-port", "0", "--port", "0", "--count", "4", "--itl", "10ms", "--max-num-seqs", "64", "--kv-blocks", "65536",
-		"--active-prefill-tokens-threshold", "None", "--drain-delay", delay.String(), "--drain-timeout", timeout.String())
+	demo := start(t, nil, append([]string{"demo", "--http-port", "0", "--port", "0", "--count", "4", "--itl", "10ms", "--max-num-seqs", "64", "--kv-blocks", "65536",
+		"--active-prefill-tokens-threshold", "None", "--drain-delay", delay.String(), "--drain-timeout", timeout.String()}, modeFlags(t, mode, 4)...)...)
 	url := demo.await(`Front end: (\S+)\n`)
 	addr := strings.TrimPrefix(url, "http://")
 	var mu sync.Mutex

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"spillway/configs"
+	"spillway/router"
 )
 
 // guestModel stands for the model in the bodies below.
@@ -215,10 +216,12 @@ func endlessFlood(ctx context.Context, addr, _ string) error {
 
 // TestClients has 20 clients behave in each manner at once. Others are served meanwhile, and
 // nothing of them stays: no booking, no work, no connection and no goroutine.
-func TestClients(t *testing.T) {
+func TestClients(t *testing.T) { inModes(t, testClients) }
+
+func testClients(t *testing.T, mode router.Mode) {
 	for _, m := range manners() {
 		t.Run(m.name, func(t *testing.T) {
-			f := begin(t, func(c *configs.Demo) {
+			f := begin(t, mode, func(c *configs.Demo) {
 				c.Serving.Busy.ActiveDecodeBlocksThreshold, c.Serving.Busy.ActivePrefillTokensThreshold = nil, nil
 				c.Sim.Count, c.Sim.MaxNumSeqs = 2, 64
 				c.Sim.PrefillTokensPerSecond = 100 // a long prompt that is not cancelled takes longer than all waits below

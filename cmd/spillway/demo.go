@@ -72,7 +72,7 @@ func demoWorkers(cfg sim.Config, log *slog.Logger) (*sim.Server, []net.Listener,
 }
 
 func demoFrontend(p process, cfg configs.Demo, lns []net.Listener, log *slog.Logger) (*frontend, error) {
-	var fleet configs.Fleet
+	fleet := configs.Fleet{KVEventsPort: cfg.Sim.KVEventsPort, KVReplayPort: cfg.Sim.KVReplayPort}
 	for i, url := range endpoints(lns) {
 		w, err := worker.Worker{
 			Endpoint: url, Name: fmt.Sprintf("sim-%d", i), Models: []string{cfg.Sim.Model}, DPSize: uint32(cfg.Sim.DPSize),

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"spillway/router"
 )
 
 // cutStream is the end of a stream that a stopping front end could not wait for.
@@ -13,7 +15,9 @@ const cutStream = `data: {"error":{"message":"Service is not ready","type":"serv
 
 // TestSIGTERM checks a drain as an orchestrator and its clients see it: while one stream runs,
 // probes and new requests are told; it may end, or is cut with an event that says so.
-func TestSIGTERM(t *testing.T) {
+func TestSIGTERM(t *testing.T) { inModes(t, testSIGTERM) }
+
+func testSIGTERM(t *testing.T, mode router.Mode) {
 	for _, tt := range []struct {
 		name, timeout string
 		tokens        string
@@ -23,7 +27,7 @@ func TestSIGTERM(t *testing.T) {
 		{"the stream is cut", "500ms", `"max_tokens":5000`, cutStream},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			demo := start(t, nil, "demo", "--http-port", "0", "--port", "0", "--count", "1", "--itl", "10ms", "--drain-timeout", tt.timeout)
+			demo := start(t, nil, append([]string{"demo", "--http-port", "0", "--port", "0", "--count", "1", "--itl", "10ms", "--drain-timeout", tt.timeout}, modeFlags(t, mode, 1)...)...)
 			url := demo.await(`Front end: (\S+)\n`)
 			resp := post(t, url+"/v1/chat/completions", strings.Replace(slowChat, `"max_tokens":5000`, tt.tokens, 1))
 			if _, err := io.ReadFull(resp.Body, make([]byte, 10)); err != nil || resp.StatusCode != http.StatusOK {

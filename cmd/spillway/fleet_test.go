@@ -5,13 +5,16 @@ import (
 	"encoding/json"
 	"log/slog"
 	"net/http"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/spf13/pflag"
 	"go.uber.org/goleak"
 
 	"spillway/configs"
+	"spillway/router"
 )
 
 // fleet is a front end over simulated workers, all in this process.
@@ -22,14 +25,37 @@ type fleet struct {
 	http *http.Client
 }
 
+// inModes runs a test for each of two ways in which a front end may choose workers, of which clients
+// must not notice anything: by turns, and by what workers tell of their caches.
+func inModes(t *testing.T, test func(t *testing.T, mode router.Mode)) {
+	for _, mode := range []router.Mode{router.RoundRobin, router.KV} {
+		t.Run(string(mode), func(t *testing.T) { test(t, mode) })
+	}
+}
+
+// modeFlags are those of `spillway demo` with so many ranks.
+func modeFlags(t *testing.T, mode router.Mode, ranks int) []string {
+	flags := []string{"--router-mode", string(mode)}
+	if mode == router.KV {
+		base := freePorts(t, 2*ranks)
+		flags = append(flags, "--kv-events-port", strconv.Itoa(base), "--kv-replay-port", strconv.Itoa(base+ranks))
+	}
+	return flags
+}
+
 // begin runs what `spillway demo` runs until the test ends; then nothing may be left of it.
-func begin(t *testing.T, change func(*configs.Demo)) *fleet {
+func begin(t *testing.T, mode router.Mode, change func(*configs.Demo)) *fleet {
 	t.Helper()
 	before := goleak.IgnoreCurrent()
 	cfg := configs.DefaultDemo()
 	cfg.Serving.Proxy.Port, cfg.Sim.Port = 0, 0
 	cfg.Serving.Monitor.ScrapeInterval = 50 * time.Millisecond
 	change(&cfg)
+	if cfg.Serving.Router.Mode = mode; mode == router.KV {
+		ranks := cfg.Sim.Count * cfg.Sim.DPSize
+		cfg.Sim.KVEventsPort = freePorts(t, 2*ranks)
+		cfg.Sim.KVReplayPort = cfg.Sim.KVEventsPort + ranks
+	}
 	if err := cfg.Validate(); err != nil {
 		t.Fatal(err)
 	}
@@ -67,6 +93,39 @@ func begin(t *testing.T, change func(*configs.Demo)) *fleet {
 		goleak.VerifyNone(t, before)
 	})
 	return f
+}
+
+// serveFrontend runs a front end with these arguments in this process until the test ends.
+func serveFrontend(t *testing.T, args ...string) (f *frontend, d doors, logged *output) {
+	t.Helper()
+	flags := pflag.NewFlagSet("frontend", pflag.ContinueOnError)
+	configs.Flags(flags, configs.DefaultFrontend())
+	if err := flags.Parse(args); err != nil {
+		t.Fatal(err)
+	}
+	cfg, _, err := configs.Load(configs.DefaultFrontend(), flags.Lookup(configs.PathKey).Value.String(), func() []string { return nil }, flags)
+	if err != nil {
+		t.Fatal(err)
+	}
+	logged = &output{}
+	log, flush := newLogger(logged, cfg.Serving.Log)
+	t.Cleanup(flush)
+	if f, err = newFrontend(process{environ: func() []string { return nil }}, cfg.Serving, cfg.Fleet, log); err != nil {
+		t.Fatal(err)
+	}
+	if d, err = listen(t.Context(), cfg.Serving.Proxy); err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	served := make(chan error, 1)
+	go func() { served <- f.run(ctx, d) }()
+	t.Cleanup(func() {
+		stop()
+		if err := <-served; err != nil {
+			t.Errorf("front end: %v", err)
+		}
+	})
+	return f, d, logged
 }
 
 // simStats is what a test reads of GET /sim/stats.

@@ -33,6 +33,7 @@ ranks are over it is passed over, and when all workers are, requests are refused
 with 503. Thresholds can be read and changed while running at /busy_threshold.`,
 		Example: `  spillway frontend --workers http://gpu1:8000,http://gpu2:8000
   spillway frontend --workers http://gpu1:8000 --active-decode-blocks-threshold 0.85
+  spillway frontend --workers http://gpu1:8000,http://gpu2:8000 --router-mode kv --kv-events-port 5557
   spillway frontend --config configs/frontend.yaml --http-port 8080`,
 	}
 	return command(p, cmd, configs.DefaultFrontend(), func(c configs.Frontend) configs.Log { return c.Serving.Log },
@@ -65,7 +66,9 @@ func runFrontend(ctx context.Context, p process, cfg configs.Frontend, log *slog
 type frontend struct {
 	server  *proxy.Server
 	monitor *monitor.KvWorkerMonitor
-	peers   *replica.Replica // nil if nothing is exchanged
+	index   *kvindex.Partitions  // what workers have cached, if that counts
+	caches  *monitor.KVListeners // nil if they are not heard of
+	peers   *replica.Replica     // nil if nothing is exchanged
 	routes  *router.Router
 	metrics *prometheus.Registry
 	log     *slog.Logger
@@ -92,7 +95,8 @@ func newFrontend(p process, cfg configs.Serving, fleet configs.Fleet, log *slog.
 		return nil, err
 	}
 
-	server.IndexBy(kvindex.NewPartitions(cfg.Index))
+	index := kvindex.NewPartitions(cfg.Index)
+	listeners := followCaches(cfg, server, index, metrics, log)
 	end := func() {}
 	if cfg.Router.Resolved().Mode == router.KV && cfg.Tokenize.Asks() {
 		cfg.Tokenize.Prefix, cfg.Tokenize.Histograms = cfg.Proxy.MetricsPrefix, shapes
@@ -111,14 +115,18 @@ func newFrontend(p process, cfg configs.Serving, fleet configs.Fleet, log *slog.
 	server.Link(watcher.Watch, watcher.Forget)
 	watcher.Needed = routes.ThresholdsSet
 	watcher.Held = func(r worker.Rank, now time.Time) bool { return routes.Held(r, now.Add(-oldReservation)) }
-	for i := range fleet.Workers {
-		w := &fleet.Workers[i]
+	known, err := fleet.Known()
+	if err != nil {
+		return nil, err
+	}
+	for i := range known {
+		w := &known[i]
 		if err := server.Join(w); err != nil {
 			return nil, err
 		}
 		log.Info("worker configured", "worker", w.Name, "endpoint", w.Endpoint, "models", w.Models)
 	}
-	if len(fleet.Workers) == 0 && cfg.Proxy.AdminAddr == "" {
+	if len(known) == 0 && cfg.Proxy.AdminAddr == "" {
 		log.Warn("no workers configured: every request will be refused; give --workers or --config, or --admin-addr to add them there")
 	}
 	for _, w := range shapes.Warnings() {
@@ -128,24 +136,25 @@ func newFrontend(p process, cfg configs.Serving, fleet configs.Fleet, log *slog.
 	if routes.Queues() {
 		log.Info("requests may wait", "queue_size", cfg.Router.QueueSize, "queue_timeout", cfg.Proxy.QueueTimeout, "policy_config", cfg.Router.Queue.PolicyConfig)
 	}
-	return &frontend{server: server, monitor: watcher, routes: routes, metrics: metrics, log: log, close: end}, nil
+	return &frontend{server: server, monitor: watcher, index: index, caches: listeners, routes: routes, metrics: metrics, log: log, close: end}, nil
 }
 
 // run serves until ctx ends. What takes requests stops first, what feeds it after.
 func (f *frontend) run(ctx context.Context, d doors) error {
 	feeding, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
-	fed := make(chan error, 2)
+	fed := make(chan error, 3)
 	if f.peers == nil {
 		fed <- nil
 	} else if err := attend(feeding, f.peers, f.log, fed); err != nil {
 		return errors.Join(err, d.close())
 	}
 	go func() { fed <- f.monitor.Run(feeding) }()
+	go func() { fed <- hear(feeding, f.caches) }()
 	err := f.server.Run(ctx, d.clients, d.admin)
 	f.close()
 	stop()
-	return errors.Join(err, <-fed, <-fed)
+	return errors.Join(err, <-fed, <-fed, <-fed)
 }
 
 // doors are the listeners of a front end.

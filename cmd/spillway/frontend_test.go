@@ -7,6 +7,8 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"spillway/router"
 )
 
 // slowChat asks for a stream that goes on for longer than any test. Its prompt fills several KV
@@ -37,8 +39,10 @@ func text(t *testing.T, resp *http.Response) string {
 
 // TestDemo does what `spillway demo` proposes: a stream, then thresholds that let nothing
 // more in while a request runs, then an end by SIGTERM.
-func TestDemo(t *testing.T) {
-	demo := start(t, nil, "demo", "--http-port", "0", "--port", "0", "--count", "2", "--drain-timeout", "100ms")
+func TestDemo(t *testing.T) { inModes(t, testDemo) }
+
+func testDemo(t *testing.T, mode router.Mode) {
+	demo := start(t, nil, append([]string{"demo", "--http-port", "0", "--port", "0", "--count", "2", "--drain-timeout", "100ms"}, modeFlags(t, mode, 2)...)...)
 	url := demo.await(`Front end: (\S+)\n`)
 	demo.await(`(Ctrl-C) ends it`)
 

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -66,13 +65,14 @@ type simulated struct {
 	block int
 	dp    int
 	count int
-	base  int // port of the first publisher; replays come from one count*dp further
+	base  int // port of the first publisher; replays come from one count*dp further, and requests go to one 2*count*dp further
+	id    func(i int) worker.ID
 }
 
 func startSimulated(t *testing.T, count, dp, block int, more ...string) *simulated {
 	t.Helper()
-	s := &simulated{dp: dp, block: block, count: count, base: freePorts(t, 2*count*dp)}
-	s.args = append([]string{"sim", "--port", "0", "--count", strconv.Itoa(count), "--dp-size", strconv.Itoa(dp), "--block-size", strconv.Itoa(block),
+	s := &simulated{dp: dp, block: block, count: count, base: freePorts(t, 2*count*dp+count), id: func(i int) worker.ID { return worker.ID(i + 1) }}
+	s.args = append([]string{"sim", "--port", strconv.Itoa(s.base + 2*count*dp), "--count", strconv.Itoa(count), "--dp-size", strconv.Itoa(dp), "--block-size", strconv.Itoa(block),
 		"--kv-events-port", strconv.Itoa(s.base), "--kv-replay-port", strconv.Itoa(s.base + count*dp), "--speed", "50"}, more...)
 	s.running = &running{t: t}
 	s.begin()
@@ -106,12 +106,8 @@ func freePorts(t *testing.T, n int) int {
 search:
 	for base := 21000 + os.Getpid()%8000; base < 32000; base += n {
 		for p := base; p < base+n; p++ {
-			ln, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", p))
-			if err != nil {
+			if !free(t, p) {
 				continue search
-			}
-			if err := ln.Close(); err != nil {
-				t.Fatal(err)
 			}
 		}
 		return base
@@ -151,6 +147,21 @@ func (s *simulated) complete(i, dp int, prompt any) {
 	}
 }
 
+// tokens are those that workers make of a prompt.
+func (s *simulated) tokens(prompt string) []uint32 {
+	s.t.Helper()
+	res, err := http.Post(s.url+"/tokenize", "application/json", strings.NewReader(fmt.Sprintf(`{"model":"sim-model","prompt":%q}`, prompt)))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	var made struct{ Tokens []uint32 }
+	err = json.NewDecoder(res.Body).Decode(&made)
+	if _ = res.Body.Close(); err != nil || len(made.Tokens) == 0 {
+		s.t.Fatalf("/tokenize: %v", err)
+	}
+	return made.Tokens
+}
+
 // clear empties the first worker's cache.
 func (s *simulated) clear() {
 	s.t.Helper()
@@ -179,6 +190,12 @@ func (s *simulated) reset(url string) {
 // cache is what all ranks hold, and the number of the last batch of each that has sent any.
 func (s *simulated) cache() (holdings, map[worker.Rank]uint64) {
 	s.t.Helper()
+	return cacheOf(s.t, s.url, s.id)
+}
+
+// cacheOf is cache for the workers of the process at url, whose IDs go by their places in it.
+func cacheOf(t *testing.T, url string, id func(i int) worker.ID) (holdings, map[worker.Rank]uint64) {
+	t.Helper()
 	var all struct {
 		Workers []struct {
 			Worker int
@@ -189,14 +206,14 @@ func (s *simulated) cache() (holdings, map[worker.Rank]uint64) {
 			}
 		}
 	}
-	status, text := fetch(s.t, s.url+"/sim/cache")
+	status, text := fetch(t, url+"/sim/cache")
 	if err := json.Unmarshal([]byte(text), &all); err != nil || status != 200 {
-		s.t.Fatalf("GET /sim/cache = %d %s, %v", status, text, err)
+		t.Fatalf("GET /sim/cache = %d %s, %v", status, text, err)
 	}
 	h, last := holdings{}, map[worker.Rank]uint64{}
 	for _, w := range all.Workers {
 		for _, r := range w.Ranks {
-			rank := worker.Rank{Worker: worker.ID(w.Worker + 1), DP: r.DPRank}
+			rank := worker.Rank{Worker: id(w.Worker), DP: r.DPRank}
 			for _, b := range r.Blocks {
 				h.add(rank, b)
 			}
@@ -297,6 +314,11 @@ func (x indexer) active(s *simulated) {
 func (x indexer) dump() holdings {
 	x.t.Helper()
 	_, text := fetch(x.t, x.url+"/dump")
+	return readDump(x.t, text)
+}
+
+func readDump(t *testing.T, text string) holdings {
+	t.Helper()
 	h := holdings{}
 	_, err := wire.ReadDump(strings.NewReader(text), func(wire.DumpEntry) bool { return true }, func(e *wire.KVEvent) {
 		parent := &e.Parent
@@ -313,7 +335,7 @@ func (x indexer) dump() holdings {
 		}
 	})
 	if err != nil {
-		x.t.Fatalf("GET /dump: %v", err)
+		t.Fatalf("dump: %v", err)
 	}
 	return h.sorted()
 }
@@ -383,20 +405,12 @@ func (x indexer) agrees(s *simulated, when string) {
 // answersLike compares /query for a prompt with what the caches hold of it.
 func (x indexer) answersLike(s *simulated, prompt string) {
 	x.t.Helper()
-	res, err := http.Post(s.url+"/tokenize", "application/json", strings.NewReader(fmt.Sprintf(`{"model":"sim-model","prompt":%q}`, prompt)))
-	if err != nil {
-		x.t.Fatal(err)
-	}
-	var tokenized struct{ Tokens []uint32 }
-	err = json.NewDecoder(res.Body).Decode(&tokenized)
-	if _ = res.Body.Close(); err != nil || len(tokenized.Tokens) == 0 {
-		x.t.Fatalf("/tokenize: %v", err)
-	}
+	tokens := s.tokens(prompt)
 	cache, _ := s.cache()
 	want := map[string]map[string]int{}
 	for r, blocks := range cache {
 		n, parent := 0, "root"
-		for _, local := range kvhash.AppendBlocks(nil, tokenized.Tokens, kvhash.Options{BlockSize: s.block}) {
+		for _, local := range kvhash.AppendBlocks(nil, tokens, kvhash.Options{BlockSize: s.block}) {
 			at := slices.IndexFunc(blocks, func(b string) bool { return strings.HasSuffix(b, fmt.Sprintf(" after %s is %x", parent, local)) })
 			if at < 0 {
 				break
@@ -412,7 +426,7 @@ func (x indexer) answersLike(s *simulated, prompt string) {
 			want[id][dp] = n * s.block
 		}
 	}
-	query, err := json.Marshal(map[string]any{"model_name": "m", "token_ids": tokenized.Tokens})
+	query, err := json.Marshal(map[string]any{"model_name": "m", "token_ids": tokens})
 	if err != nil {
 		x.t.Fatal(err)
 	}

@@ -13,12 +13,15 @@ import (
 	"time"
 
 	"spillway/configs"
+	"spillway/router"
 )
 
 // TestClientsLeave sends 200 clients, of whom every fifth leaves at a random moment: before
 // the head or in the middle of the stream. Nothing of them may stay booked.
-func TestClientsLeave(t *testing.T) {
-	f := begin(t, func(c *configs.Demo) {
+func TestClientsLeave(t *testing.T) { inModes(t, testClientsLeave) }
+
+func testClientsLeave(t *testing.T, mode router.Mode) {
+	f := begin(t, mode, func(c *configs.Demo) {
 		c.Sim.Speed, c.Sim.Count = 20, 2
 		c.Serving.Busy.ActiveDecodeBlocksThreshold, c.Serving.Busy.ActivePrefillTokensThreshold = nil, nil
 	})

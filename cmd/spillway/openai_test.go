@@ -13,6 +13,7 @@ import (
 	"github.com/openai/openai-go/v3/option"
 
 	"spillway/configs"
+	"spillway/router"
 )
 
 const simModel = "org/sim-model" // names with a slash are what real models have
@@ -49,8 +50,10 @@ func chat(tokens int64, text string) openai.ChatCompletionNewParams {
 }
 
 // TestOpenAI uses each route as an application does, through OpenAI's own client.
-func TestOpenAI(t *testing.T) {
-	f := begin(t, named)
+func TestOpenAI(t *testing.T) { inModes(t, testOpenAI) }
+
+func testOpenAI(t *testing.T, mode router.Mode) {
+	f := begin(t, mode, named)
 	client, _ := f.sdk(0)
 	ctx := t.Context()
 
@@ -134,7 +137,9 @@ func slow(c *configs.Demo) {
 
 // TestOpenAIOverload checks what an application sees of a refusal in either envelope, and that
 // its client tries again as often as it has been set to.
-func TestOpenAIOverload(t *testing.T) {
+func TestOpenAIOverload(t *testing.T) { inModes(t, testOpenAIOverload) }
+
+func testOpenAIOverload(t *testing.T, mode router.Mode) {
 	const message = "Service temporarily unavailable: All workers are busy, please retry later"
 	const flat = `{"message":"` + message + `","type":"service_unavailable","code":503}`
 	for _, tt := range []struct{ envelope, body, message, kind string }{
@@ -142,7 +147,7 @@ func TestOpenAIOverload(t *testing.T) {
 		{"openai", `{"error":` + flat + `}`, message, "service_unavailable"},
 	} {
 		t.Run(tt.envelope, func(t *testing.T) {
-			f := begin(t, func(c *configs.Demo) {
+			f := begin(t, mode, func(c *configs.Demo) {
 				slow(c)
 				c.Serving.Proxy.ErrorEnvelope = tt.envelope
 			})
@@ -180,8 +185,10 @@ func TestOpenAIOverload(t *testing.T) {
 
 // TestOpenAIRetry checks that a client which is refused once is served when it comes back by
 // itself.
-func TestOpenAIRetry(t *testing.T) {
-	f := begin(t, slow)
+func TestOpenAIRetry(t *testing.T) { inModes(t, testOpenAIRetry) }
+
+func testOpenAIRetry(t *testing.T, mode router.Mode) {
+	f := begin(t, mode, slow)
 	free, tries := f.occupy(), 0
 	client, _ := f.sdk(2, option.WithMiddleware(func(req *http.Request, next option.MiddlewareNext) (*http.Response, error) {
 		tries++
@@ -205,8 +212,10 @@ func TestOpenAIRetry(t *testing.T) {
 }
 
 // TestOpenAICancel checks that an application's cancellation stops the worker's work.
-func TestOpenAICancel(t *testing.T) {
-	f := begin(t, func(c *configs.Demo) { c.Sim.Model, c.Sim.Count = simModel, 1 })
+func TestOpenAICancel(t *testing.T) { inModes(t, testOpenAICancel) }
+
+func testOpenAICancel(t *testing.T, mode router.Mode) {
+	f := begin(t, mode, func(c *configs.Demo) { c.Sim.Model, c.Sim.Count = simModel, 1 })
 	client, _ := f.sdk(2)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()

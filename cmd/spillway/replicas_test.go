@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"spillway/proxy"
+	"spillway/router"
 	"spillway/wire"
 	"spillway/worker"
 )
@@ -20,14 +21,16 @@ const longChat = `{"model":"sim-model","stream":true,"max_tokens":5,"messages":[
 
 // TestTwoFrontEnds: what one front end has booked makes another one refuse that shares its fleet,
 // until it is given back; one that exchanges nothing hears nothing.
-func TestTwoFrontEnds(t *testing.T) {
+func TestTwoFrontEnds(t *testing.T) { inModes(t, testTwoFrontEnds) }
+
+func testTwoFrontEnds(t *testing.T, mode router.Mode) {
 	sim := start(t, nil, "sim", "--port", "0", "--prefill-tokens-per-second", "1000") // ten seconds for longChat
 	workers := sim.await(`--workers: (\S+)\n`)
 	dir := t.TempDir()
 	at := func(name string) string { return "ipc://" + filepath.Join(dir, name) }
 	front := func(args ...string) (*running, string) {
 		p := start(t, nil, append([]string{"frontend", "--workers", workers, "--http-port", "0", "--http-host", "127.0.0.1",
-			"--active-prefill-tokens-threshold", "100", "--scrape-interval", "0"}, args...)...)
+			"--active-prefill-tokens-threshold", "100", "--scrape-interval", "0", "--router-mode", string(mode)}, args...)...)
 		return p, p.await(`Front end: (\S+)\n`)
 	}
 	first, a := front("--replica-sync-bind", at("a"), "--replica-sync-peers", at("b"))

@@ -6,6 +6,8 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+
+	"spillway/router"
 )
 
 // ask sends a request with a JSON body.
@@ -32,10 +34,12 @@ func ask(t *testing.T, method, url, body string) (int, string) {
 
 // TestWorkersComeAndGo adds workers to a running front end, which then watches and uses them, and
 // takes one out again without a trace.
-func TestWorkersComeAndGo(t *testing.T) {
+func TestWorkersComeAndGo(t *testing.T) { inModes(t, testWorkersComeAndGo) }
+
+func testWorkersComeAndGo(t *testing.T, mode router.Mode) {
 	sim := start(t, nil, "sim", "--port", "0", "--count", "2")
 	worker := sim.await(`--workers: (http://[^,\s]+),`)
-	front := start(t, nil, "frontend", "--http-port", "0", "--admin-addr", "127.0.0.1:0", "--scrape-interval", "50ms")
+	front := start(t, nil, "frontend", "--http-port", "0", "--admin-addr", "127.0.0.1:0", "--scrape-interval", "50ms", "--router-mode", string(mode))
 	url, admin := front.await(`Front end: (\S+)\n`), front.await(`Admin: (\S+)\n`)
 
 	if status, body := ask(t, "POST", url+"/v1/chat/completions", shortChat); status != 404 {
