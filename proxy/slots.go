@@ -85,7 +85,7 @@ func (l *slots) ids() map[string]bool {
 const (
 	releaseEvery = 50 * time.Millisecond // resolution of predicted prefill ends; the shortest prediction is 200 ms
 	sweepEvery   = 30 * time.Second
-	followEvery  = time.Second // for what workers have told meanwhile of their blocks
+	followEvery  = time.Second // for what workers have told meanwhile of their blocks, and for what has expired
 )
 
 // tick releases predicted prefill, lets waiting requests go, lets circuits become half-open, sends
@@ -121,6 +121,7 @@ func (s *Server) tick(ctx context.Context) {
 			if now.After(follow) {
 				s.workers.follow()
 				s.caches.expire(now)
+				s.router.Partitions("", func(p *router.Partition) { p.Expire(now) })
 				follow = now.Add(followEvery)
 			}
 			if !now.Before(leavers) {
@@ -128,7 +129,6 @@ func (s *Server) tick(ctx context.Context) {
 				leavers = now.Add(lookEvery)
 			}
 			if now.After(sweep) {
-				s.router.Partitions("", func(p *router.Partition) { p.Expire(now) })
 				s.sweep(now)
 				s.forgetGone()
 				sweep = now.Add(sweepEvery)

@@ -168,6 +168,7 @@ func (r *Router) newPartitionLocked(key worker.Partition, now time.Time) *Partit
 	if secs := r.cfg.Cost.ActiveRequestExpirySecs; secs > 0 {
 		expiry.ExpireAfter = time.Duration(secs) * time.Second
 	}
+	expiry.CheckEvery = min(expiry.CheckEvery, expiry.ExpireAfter/10)
 	books := tracker.New(expiry)
 	if r.places[key.Model] == nil {
 		r.places[key.Model] = &places{limit: cmp.Or(r.cfg.QueueSize, maxQueueSize), hold: r.cfg.QueueSize > 0}
