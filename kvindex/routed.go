@@ -30,27 +30,50 @@ var ErrHashes = errors.New("block hashes and sequence hashes must be equally man
 // Routed writes into an index what routing decisions make likely: that a rank holds the blocks of
 // a prompt that was sent to it, for some time. It is safe for concurrent use. The index may hold
 // blocks from events too, which never expire.
+//
+// Who sends a prompt again, or one that goes on from it, moves the deadline of its last block alone: a block
+// stays as long as one that follows it does. So a prompt that is known costs next to nothing.
 type Routed struct {
 	ix  *Index
 	cfg RoutedConfig
 
-	mu        sync.Mutex // guards what follows; locks of the index are taken after it
-	deadlines map[worker.Rank]map[uint64]int64
-	due       map[int64][]routed // by bucket, in the order of recording; some have a later deadline by now
-	order     []int64            // the buckets of due, the earliest first
-	held      int                // all of deadlines
-	listed    int                // all of due
+	mu     sync.Mutex // guards what follows; locks of the index are taken after it
+	byRank map[worker.Rank]*routes
+	nodes  []node
+	free   []int32             // nodes that are not in use
+	due    map[int64][]passing // by bucket, in the order of recording; some have a later deadline by now
+	order  []int64             // the buckets of due, the earliest first
+	held   int                 // nodes in use
+	listed int                 // all of due
+	known  []bool              // scratch
+	gone   []uint64            // scratch
 }
 
-// routed is blocks of one prompt on one rank, by sequence hash.
-type routed struct {
-	rank worker.Rank
-	seqs []uint64
+// routes are the nodes of one rank.
+type routes struct {
+	rank  worker.Rank
+	bySeq map[uint64]int32
+}
+
+// node is a block that a rank is taken to hold.
+type node struct {
+	seq    uint64
+	at     int64 // its bucket, 0 where only later blocks of a prompt keep it
+	before int32 // the node of the block before, or -1
+	after  int32 // nodes that follow it
+	told   bool  // the index had it already, from events
+}
+
+// passing is a node whose time is over in some bucket, if it still has that deadline.
+type passing struct {
+	of   *routes
+	node int32
+	seq  uint64
 }
 
 // NewRouted returns a Routed that has recorded nothing and writes into ix.
 func NewRouted(ix *Index, cfg RoutedConfig) *Routed {
-	return &Routed{ix: ix, cfg: cfg, deadlines: map[worker.Rank]map[uint64]int64{}, due: map[int64][]routed{}}
+	return &Routed{ix: ix, cfg: cfg, byRank: map[worker.Rank]*routes{}, due: map[int64][]passing{}}
 }
 
 // Entries is how many blocks are remembered for a time.
@@ -63,7 +86,7 @@ func (r *Routed) Entries() int {
 // Record remembers that a prompt, given by the block and sequence hashes of its complete blocks,
 // has been sent to rank at now. Blocks that are remembered already get the new deadline. It
 // returns ErrHashes, or what became of the store; unless it was Stored or DuplicateStore nothing
-// is remembered. Call Expire from time to time.
+// is remembered that was not. Call Expire from time to time.
 func (r *Routed) Record(rank worker.Rank, local, seqs []uint64, now time.Time) (Status, error) {
 	if len(local) != len(seqs) {
 		return InvalidBlock, ErrHashes
@@ -74,37 +97,78 @@ func (r *Routed) Record(rank worker.Rank, local, seqs []uint64, now time.Time) (
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.expireLocked(now)
-	if r.held+len(seqs) > r.cfg.MaxEntries {
-		r.pruneLocked(len(seqs))
-	}
-	mine := r.deadlines[rank]
-	known := r.ix.known(rank, seqs)
-	status := r.ix.Store(rank, worker.Device, Parent{}, seqs, local)
-	if status != Stored && status != DuplicateStore {
-		return status, nil
-	}
-	if mine == nil {
-		mine = make(map[uint64]int64, len(seqs))
-		r.deadlines[rank] = mine
-	}
-	at := (now.Add(r.cfg.TTL).UnixNano() + int64(bucket) - 1) / int64(bucket)
-	moved := make([]uint64, 0, len(seqs))
-	r.held -= len(mine)
-	for i, seq := range seqs {
-		was, timed := mine[seq]
-		if fromEvent := known[i] && !timed; !fromEvent && was < at {
-			mine[seq] = at
-			moved = append(moved, seq)
+	mine := r.byRank[rank]
+	n, last := mine.prefix(seqs)
+	if n > 0 {
+		if r.known = r.ix.known(rank, seqs[n-1:n], r.known[:0]); !r.known[0] { // the index was emptied meanwhile
+			r.removeLocked(mine)
+			mine, n, last = nil, 0, -1
 		}
 	}
-	r.held += len(mine)
-	if len(moved) > 0 {
-		r.listLocked(at, routed{rank, moved})
+	if r.held+len(seqs)-n > r.cfg.MaxEntries {
+		r.pruneLocked(len(seqs) - n)
+		mine = r.byRank[rank]
+		if n, last = mine.prefix(seqs); r.held+len(seqs)-n > r.cfg.MaxEntries { // what it had was the oldest
+			r.pruneLocked(len(seqs))
+			mine = r.byRank[rank]
+			n, last = mine.prefix(seqs)
+		}
 	}
-	if len(mine) == 0 {
-		delete(r.deadlines, rank)
+	status := DuplicateStore
+	if n < len(seqs) {
+		var parent Parent
+		if n > 0 {
+			parent = After(seqs[n-1])
+		}
+		r.known = r.ix.known(rank, seqs[n:], r.known[:0])
+		if status = r.ix.Store(rank, worker.Device, parent, seqs[n:], local[n:]); status != Stored && status != DuplicateStore {
+			return status, nil
+		}
+		if mine == nil {
+			mine = &routes{rank: rank, bySeq: make(map[uint64]int32, len(seqs))}
+			r.byRank[rank] = mine
+		}
+		for i, seq := range seqs[n:] {
+			last = r.addLocked(mine, seq, last, r.known[i])
+		}
+	}
+	at := (now.Add(r.cfg.TTL).UnixNano() + int64(bucket) - 1) / int64(bucket)
+	if r.nodes[last].at < at {
+		r.nodes[last].at = at
+		r.listLocked(at, passing{mine, last, seqs[len(seqs)-1]})
 	}
 	return status, nil
+}
+
+// prefix is how many leading blocks of a prompt are remembered, and the node of the last of them, or -1. A
+// prompt that begins like another one has been sent often before, or goes on from one: so it looks from
+// the end.
+func (m *routes) prefix(seqs []uint64) (n int, last int32) {
+	if m != nil {
+		for n := len(seqs); n > 0; n-- {
+			if node, ok := m.bySeq[seqs[n-1]]; ok {
+				return n, node
+			}
+		}
+	}
+	return 0, -1
+}
+
+func (r *Routed) addLocked(of *routes, seq uint64, before int32, told bool) int32 {
+	var i int32
+	if n := len(r.free); n > 0 {
+		i, r.free = r.free[n-1], r.free[:n-1]
+	} else {
+		i = int32(len(r.nodes))
+		r.nodes = append(r.nodes, node{})
+	}
+	r.nodes[i] = node{seq: seq, before: before, told: told}
+	if before >= 0 {
+		r.nodes[before].after++
+	}
+	of.bySeq[seq] = i
+	r.held++
+	return i
 }
 
 // Expire removes the blocks whose time is over.
@@ -118,40 +182,55 @@ func (r *Routed) Expire(now time.Time) {
 func (r *Routed) Remove(rank worker.Rank) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.held -= len(r.deadlines[rank])
-	delete(r.deadlines, rank)
-	r.tidyLocked()
+	r.removeLocked(r.byRank[rank])
 }
 
 // RemoveWorker is Remove for all ranks of a worker.
 func (r *Routed) RemoveWorker(id worker.ID) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for rank, mine := range r.deadlines {
+	for rank, one := range r.byRank {
 		if rank.Worker == id {
-			r.held -= len(mine)
-			delete(r.deadlines, rank)
+			r.removeLocked(one)
 		}
 	}
+}
+
+func (r *Routed) removeLocked(one *routes) {
+	if one == nil {
+		return
+	}
+	delete(r.byRank, one.rank)
+	for _, i := range one.bySeq {
+		r.dropLocked(i)
+	}
+	one.bySeq = nil // what is listed of it has no node any more
 	r.tidyLocked()
+}
+
+// dropLocked takes back a node.
+func (r *Routed) dropLocked(i int32) {
+	r.nodes[i] = node{}
+	r.free = append(r.free, i)
+	r.held--
 }
 
 // Reset forgets all deadlines. The index is to be emptied after it: what is recorded from now on expires.
 func (r *Routed) Reset() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	clear(r.deadlines)
+	clear(r.byRank)
 	clear(r.due)
-	r.order, r.held, r.listed = nil, 0, 0
+	r.nodes, r.free, r.order, r.held, r.listed = nil, nil, nil, 0, 0
 }
 
-func (r *Routed) listLocked(at int64, x routed) {
+func (r *Routed) listLocked(at int64, p passing) {
 	if _, ok := r.due[at]; !ok {
 		i, _ := slices.BinarySearch(r.order, at)
 		r.order = slices.Insert(r.order, i, at) // nearly always at the end
 	}
-	r.due[at] = append(r.due[at], x)
-	r.listed += len(x.seqs)
+	r.due[at] = append(r.due[at], p)
+	r.listed++
 	if r.listed > 4*r.held+1024 {
 		r.tidyLocked()
 	}
@@ -174,25 +253,35 @@ func (r *Routed) pruneLocked(n int) {
 // dropFirstLocked removes what the first bucket lists, until no more than target are left.
 func (r *Routed) dropFirstLocked(target int) {
 	at := r.order[0]
-	for i, x := range r.due[at] {
+	for i, p := range r.due[at] {
 		if r.held <= target && target > 0 {
 			r.due[at] = r.due[at][i:]
 			return
 		}
-		mine := r.deadlines[x.rank]
-		gone := x.seqs[:0]
-		for _, seq := range x.seqs {
-			if mine[seq] == at {
-				delete(mine, seq)
-				gone = append(gone, seq)
+		r.listed--
+		if !r.hasLocked(p, at) {
+			continue
+		}
+		r.nodes[p.node].at = 0
+		r.gone = r.gone[:0]
+		for n := p.node; n >= 0; {
+			one := r.nodes[n]
+			if one.after > 0 || one.at > at {
+				break
 			}
-			r.listed--
+			if !one.told {
+				r.gone = append(r.gone, one.seq)
+			}
+			delete(p.of.bySeq, one.seq)
+			r.dropLocked(n)
+			if n = one.before; n >= 0 {
+				r.nodes[n].after--
+			}
 		}
-		r.held -= len(gone)
-		if len(mine) == 0 {
-			delete(r.deadlines, x.rank)
+		if len(p.of.bySeq) == 0 {
+			delete(r.byRank, p.of.rank)
 		}
-		r.ix.Remove(x.rank, worker.Device, gone)
+		r.ix.Remove(p.of.rank, worker.Device, r.gone)
 	}
 	delete(r.due, at)
 	if r.order = r.order[1:]; len(r.order) == 0 {
@@ -200,37 +289,38 @@ func (r *Routed) dropFirstLocked(target int) {
 	}
 }
 
+// hasLocked tells whether what is listed in a bucket still has that deadline.
+func (r *Routed) hasLocked(p passing, at int64) bool {
+	n, ok := p.of.bySeq[p.seq]
+	return ok && n == p.node && r.nodes[n].at == at
+}
+
 // tidyLocked takes from the lists what has another deadline by now, or none.
 func (r *Routed) tidyLocked() {
 	r.listed = 0
 	r.order = slices.DeleteFunc(r.order, func(at int64) bool {
-		kept := r.due[at][:0]
-		for _, x := range r.due[at] {
-			mine := r.deadlines[x.rank]
-			x.seqs = slices.DeleteFunc(x.seqs, func(seq uint64) bool { return mine[seq] != at })
-			if len(x.seqs) > 0 {
-				kept = append(kept, x)
-				r.listed += len(x.seqs)
-			}
-		}
-		if clear(r.due[at][len(kept):]); len(kept) == 0 {
+		kept := slices.DeleteFunc(r.due[at], func(p passing) bool { return !r.hasLocked(p, at) })
+		if len(kept) == 0 {
 			delete(r.due, at)
 			return true
 		}
 		r.due[at] = kept
+		r.listed += len(kept)
 		return false
 	})
 }
 
-// known tells for each engine hash whether it means a block on rank's device.
-func (x *Index) known(rank worker.Rank, engine []uint64) []bool {
-	all := make([]bool, len(engine))
-	if s := x.seats.find(rank); s != nil {
-		s.mu.RLock()
-		defer s.mu.RUnlock()
-		for i, e := range engine {
-			_, _, all[i] = s.aliases.block(e)
-		}
+// known appends for each engine hash whether it means a block on rank's device.
+func (x *Index) known(rank worker.Rank, engine []uint64, dst []bool) []bool {
+	s := x.seats.find(rank)
+	if s == nil {
+		return append(dst, make([]bool, len(engine))...)
 	}
-	return all
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	for _, e := range engine {
+		_, _, ok := s.aliases.block(e)
+		dst = append(dst, ok)
+	}
+	return dst
 }

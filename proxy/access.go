@@ -101,14 +101,14 @@ func (x *exchange) fields(now time.Time) []slog.Attr {
 	if x.queued > 0 {
 		to = append(to, slog.Float64("queue_ms", ms(x.queued)))
 	}
+	if x.s.kv && x.attempts > 0 {
+		to = append(to, slog.Uint64("overlap_tokens", min(x.sel.CachedTokens, x.query.PromptTokens)))
+	}
 	if u := &out.usage; u.known {
 		to = append(to, slog.Uint64("prompt_tokens", u.prompt))
 		if u.cachedKnown {
 			to = append(to, slog.Uint64("cached_tokens", u.cached))
 		}
-	}
-	if x.s.kv && x.attempts > 0 {
-		to = append(to, slog.Uint64("overlap_tokens", min(x.sel.CachedTokens, x.query.PromptTokens)))
 	}
 	to = append(to, slog.Uint64("output_tokens", out.tokens))
 	if !out.firstToken.IsZero() {

@@ -5,12 +5,14 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
 
 	"spillway/busy"
 	"spillway/proxy"
+	"spillway/router"
 	"spillway/worker"
 )
 
@@ -50,6 +52,9 @@ func settleRecord(t *testing.T, r map[string]any) string {
 	}
 	return strings.Join(all, " ")
 }
+
+// overlap is before where mode kv adds a field to a record.
+var overlap = regexp.MustCompile(`output_tokens=\d+`)
 
 const secret = "an_SSN_that_nobody_else_may_read"
 
@@ -91,6 +96,9 @@ func TestAccessRecord(t *testing.T) {
 			f.chat(tt.body, tt.headers...)
 			eventually(t, "the request is logged", func() bool { return len(log.records(t, "request")) > 0 })
 			records := log.records(t, "request")
+			if usualMode() == router.KV && strings.HasPrefix(tt.want, "attempts=") {
+				tt.want = overlap.ReplaceAllString(tt.want, "$0 overlap_tokens=0")
+			}
 			if got := settleRecord(t, records[0]); got != tt.want || len(records) != 1 {
 				t.Errorf("%d records, the first:\n got %s\nwant %s", len(records), got, tt.want)
 			}

@@ -7,12 +7,14 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"spillway/router"
+	"spillway/worker"
 )
 
-// minimal is a worker that does as little as one can: it reads by length and answers with
+// minimal is a worker that does as little as one can: it reads bodies of that length and answers with
 // bytes that are ready.
-func minimal(b *testing.B, answer []byte) *script {
-	length := len(benchBody(""))
+func minimal(b *testing.B, answer []byte, length int) *script {
 	return newScript(b, func(c *conn, _ received) { // the first request came through net/http
 		for {
 			if _, err := c.Write(answer); err != nil {
@@ -42,7 +44,10 @@ func benchBody(kind string) string {
 
 // exchange sends requests over one connection of a minimal client, which reads each answer up
 // to its last bytes.
-func exchange(b *testing.B, f *front, body, last string) {
+func exchange(b *testing.B, f *front, body, last string) { exchangeEach(b, f, body, last, nil) }
+
+// exchangeEach is exchange with a change made to the request before it is sent, if there is one to make.
+func exchangeEach(b *testing.B, f *front, body, last string, change func(request []byte)) {
 	c, err := net.Dial("tcp", f.addr)
 	if err != nil {
 		b.Fatal(err)
@@ -55,6 +60,9 @@ func exchange(b *testing.B, f *front, body, last string) {
 	b.ReportAllocs()
 	b.SetBytes(int64(len(body)))
 	for b.Loop() {
+		if change != nil {
+			change(request)
+		}
 		if _, err := c.Write(request); err != nil {
 			b.Fatal(err)
 		}
@@ -72,7 +80,7 @@ func exchange(b *testing.B, f *front, body, last string) {
 // BenchmarkUnary is one chat of 1 kB and its answer through a Server; client, worker and
 // kernel are in the figure.
 func BenchmarkUnary(b *testing.B) {
-	s := minimal(b, []byte(answer(200, jsonHeader, reply)))
+	s := minimal(b, []byte(answer(200, jsonHeader, reply)), len(benchBody("")))
 	f := begin(b, setup{}, served("w", s))
 	exchange(b, f, benchBody(""), reply)
 }
@@ -104,6 +112,40 @@ func BenchmarkRefusal(b *testing.B) {
 
 // BenchmarkDirect is BenchmarkUnary without a front end: what client, worker and kernel cost.
 func BenchmarkDirect(b *testing.B) {
-	s := minimal(b, []byte(answer(200, jsonHeader, reply)))
+	s := minimal(b, []byte(answer(200, jsonHeader, reply)), len(benchBody("")))
 	exchange(b, &front{addr: s.ln.Addr().String()}, benchBody(""), reply)
+}
+
+// BenchmarkRouting is BenchmarkUnary by the size of the prompt, in round-robin and by KV cache: of a prompt
+// that is known, of a new one each time, and by load alone.
+func BenchmarkRouting(b *testing.B) {
+	for _, size := range []int{1 << 10, 32 << 10} {
+		body := fmt.Sprintf(`{"model":"m","messages":[{"role":"user","content":"00000000%s"}]}`, strings.Repeat("What is a spillway? ", size/20))
+		for _, way := range []string{"round-robin", "known", "new", "load-aware"} {
+			b.Run(fmt.Sprintf("bytes=%d/%s", size, way), func(b *testing.B) {
+				cfg := router.DefaultConfig()
+				var change func([]byte)
+				switch way {
+				case "known":
+					cfg.Mode = router.KV
+				case "new":
+					cfg.Mode = router.KV
+					n := 0
+					change = func(request []byte) {
+						n++
+						at := len(request) - len(body) + strings.Index(body, "00000000")
+						copy(request[at:], fmt.Sprintf("%08d", n))
+					}
+				case "load-aware":
+					cfg.Cost.LoadAware = true
+				}
+				s := minimal(b, []byte(answer(200, jsonHeader, reply)), len(body))
+				var all []worker.Worker
+				for i := range 4 {
+					all = append(all, served(fmt.Sprint("w", i), s))
+				}
+				exchangeEach(b, begin(b, setup{router: cfg}, all...), body, reply, change)
+			})
+		}
+	}
 }

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -44,6 +45,13 @@ type setup struct {
 // modeVariable names the mode of the router where a test does not choose one. make test runs all of them
 // in round-robin and in kv.
 const modeVariable = "SPILLWAY_TEST_ROUTER_MODE"
+
+func usualMode() router.Mode {
+	if mode := router.Mode(os.Getenv(modeVariable)); mode != "" {
+		return mode
+	}
+	return router.RoundRobin
+}
 
 // front is a running front end and a client of it.
 type front struct {
@@ -84,9 +92,7 @@ func begin(t testing.TB, with setup, workers ...worker.Worker) *front {
 	}
 	if with.router == (router.Config{}) {
 		with.router = router.DefaultConfig()
-		if mode := router.Mode(os.Getenv(modeVariable)); mode != "" {
-			with.router.Mode = mode
-		}
+		with.router.Mode = usualMode()
 	}
 	if with.log == nil {
 		with.log = slog.New(slog.DiscardHandler)
@@ -221,6 +227,26 @@ func (f *front) metric(series string) string {
 		}
 	}
 	return ""
+}
+
+// inOrder has requests try the workers of these names one after the other, as those in round-robin go by
+// their IDs: in mode kv each but the first holds more blocks than the one before, until free.
+func (f *front) inOrder(names ...string) (free func()) {
+	p := f.partition("m")
+	for _, w := range f.routes.Catalog().Workers() {
+		if i := slices.Index(names, w.Name); i > 0 && usualMode() == router.KV {
+			if err := p.Reserve(tracker.Reservation{ID: w.Name, Rank: worker.Rank{Worker: w.ID}, DecodeBlocks: uint64(50 * i)}, now()); err != nil {
+				f.t.Fatal(err)
+			}
+		}
+	}
+	free = func() {
+		for _, name := range names {
+			p.Free(name, now())
+		}
+	}
+	f.t.Cleanup(free)
+	return free
 }
 
 // partition is where requests for a model are decided.

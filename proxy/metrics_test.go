@@ -112,6 +112,13 @@ func routed(endpoint string, sent float64) gathered {
 	}
 	if sent == 0 {
 		delete(g, "frontend_stage_duration_seconds{dispatch} count")
+		return g
+	}
+	if usualMode() == router.KV {
+		g["component_router_kv_hit_rate{} count"], g["spillway_kv_prompts_total{estimate}"] = sent, 1
+		if endpoint != "embeddings" {
+			g["router_overhead_block_hashing_ms{} count"], g["router_overhead_seq_hashing_ms{} count"] = 1, 1
+		}
 	}
 	return g
 }

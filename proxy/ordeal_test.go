@@ -57,7 +57,9 @@ func (o *ordeal) endure(t *testing.T) {
 		return strings.Contains(stacks, "proxy.(*Server).tick") && strings.Contains(stacks, "http.(*Server).Serve")
 	})
 
+	free := o.f.inOrder("bad", "good2", "good3")
 	o.answered(t, o.ask(t))
+	free()
 	o.asked(t)
 	o.blamed(t)
 	o.recorded(t)

@@ -336,7 +336,7 @@ func (x *exchange) learn(u usage) {
 	if !x.scan.exactTokens() {
 		x.model.learn(x.estimate, u.prompt)
 	}
-	if x.tokenized > 0 && u.prompt > 0 {
+	if x.tokenized > 0 && u.prompt > 0 && x.s.tokenizer.Counted != nil {
 		x.s.tokenizer.Counted(x.target.Partition.Key, x.tokenized, u.prompt)
 	}
 	if !x.out.firstToken.IsZero() && u.prompt > u.cached {

@@ -112,6 +112,7 @@ func TestCapacityRefusals(t *testing.T) {
 			}
 
 			f := begin(t, setup{busy: limited(1)}, served("a-full", full), served("b-free", free)) // row 76
+			f.inOrder("a-full", "b-free")
 			f.pin("a-full", func() string {
 				return f.chat(streamBody).header.Get("X-Spillway-Attempts")
 			})
@@ -197,6 +198,7 @@ func TestRetries(t *testing.T) {
 			b, second := make("b", tt.second)
 			a.ID, b.ID = 1, 2 // round-robin begins with the lowest
 			f := begin(t, setup{proxy: func(c *proxy.Config) { c.MigrationLimit = tt.limit }}, a, b)
+			f.inOrder("a", "b")
 			g := f.chat(streamBody, "X-Request-Id: mine")
 			if g.status != tt.status || g.header.Get("X-Spillway-Reason") != tt.reason || g.header.Get("X-Spillway-Attempts") != tt.attempts {
 				t.Errorf("chat = %d %s, reason %q, attempts %q\nwant %d, reason %q, attempts %q", g.status, g.body,

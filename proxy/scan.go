@@ -413,6 +413,7 @@ func checkResponses(s *scanned) *httperr.Error {
 	}
 	s.reads = s.inputs
 	s.reads.bytes += s.system.bytes + s.tools.bytes
+	s.reads.media += s.system.media
 	s.parts = [...]part{{s.toolsSpan, true}, {s.systemSpan, false}, {s.inputsSpan, false}, {}}
 	return nil
 }
@@ -422,6 +423,7 @@ func checkMessages(s *scanned) *httperr.Error {
 		return bad
 	}
 	s.reads.bytes += s.system.bytes
+	s.reads.media += s.system.media
 	s.parts[2] = part{s.systemSpan, false}
 	return nil
 }
