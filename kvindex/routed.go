@@ -38,21 +38,22 @@ type Routed struct {
 	cfg RoutedConfig
 
 	mu     sync.Mutex // guards what follows; locks of the index are taken after it
+	limits map[worker.Rank]int
 	byRank map[worker.Rank]*routes
 	nodes  []node
-	free   []int32             // nodes that are not in use
-	due    map[int64][]passing // by bucket, in the order of recording; some have a later deadline by now
-	order  []int64             // the buckets of due, the earliest first
-	held   int                 // nodes in use
-	listed int                 // all of due
-	known  []bool              // scratch
-	gone   []uint64            // scratch
+	free   []int32  // nodes that are not in use
+	held   int      // nodes in use
+	known  []bool   // scratch
+	gone   []uint64 // scratch
 }
 
 // routes are the nodes of one rank.
 type routes struct {
-	rank  worker.Rank
-	bySeq map[uint64]int32
+	rank   worker.Rank
+	bySeq  map[uint64]int32
+	due    map[int64][]passing // by bucket, in the order of recording; some have a later deadline by now
+	order  []int64             // the buckets of due, the earliest first
+	listed int                 // all of due
 }
 
 // node is a block that a rank is taken to hold.
@@ -66,14 +67,13 @@ type node struct {
 
 // passing is a node whose time is over in some bucket, if it still has that deadline.
 type passing struct {
-	of   *routes
 	node int32
 	seq  uint64
 }
 
 // NewRouted returns a Routed that has recorded nothing and writes into ix.
 func NewRouted(ix *Index, cfg RoutedConfig) *Routed {
-	return &Routed{ix: ix, cfg: cfg, byRank: map[worker.Rank]*routes{}, due: map[int64][]passing{}}
+	return &Routed{ix: ix, cfg: cfg, byRank: map[worker.Rank]*routes{}}
 }
 
 // Entries is how many blocks are remembered for a time.
@@ -81,6 +81,14 @@ func (r *Routed) Entries() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.held
+}
+
+// Limit tells how many blocks ranks have room for: beyond that, what was recorded first goes first, from the
+// end of its prompt. Ranks that are not named have no such limit. limits is Routed's from now on.
+func (r *Routed) Limit(limits map[worker.Rank]int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.limits = limits
 }
 
 // Record remembers that a prompt, given by the block and sequence hashes of its complete blocks,
@@ -96,25 +104,13 @@ func (r *Routed) Record(rank worker.Rank, local, seqs []uint64, now time.Time) (
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.expireLocked(now)
 	mine := r.byRank[rank]
-	n, last := mine.prefix(seqs)
-	if n > 0 {
-		if r.known = r.ix.known(rank, seqs[n-1:n], r.known[:0]); !r.known[0] { // the index was emptied meanwhile
-			r.removeLocked(mine)
-			mine, n, last = nil, 0, -1
-		}
+	if mine != nil {
+		r.expireLocked(mine, now)
 	}
-	if r.held+len(seqs)-n > r.cfg.MaxEntries {
-		r.pruneLocked(len(seqs) - n)
-		mine = r.byRank[rank]
-		if n, last = mine.prefix(seqs); r.held+len(seqs)-n > r.cfg.MaxEntries { // what it had was the oldest
-			r.pruneLocked(len(seqs))
-			mine = r.byRank[rank]
-			n, last = mine.prefix(seqs)
-		}
-	}
+	n, last := r.roomLocked(rank, seqs)
 	status := DuplicateStore
+	mine = r.byRank[rank]
 	if n < len(seqs) {
 		var parent Parent
 		if n > 0 {
@@ -125,7 +121,7 @@ func (r *Routed) Record(rank worker.Rank, local, seqs []uint64, now time.Time) (
 			return status, nil
 		}
 		if mine == nil {
-			mine = &routes{rank: rank, bySeq: make(map[uint64]int32, len(seqs))}
+			mine = &routes{rank: rank, bySeq: make(map[uint64]int32, len(seqs)), due: map[int64][]passing{}}
 			r.byRank[rank] = mine
 		}
 		for i, seq := range seqs[n:] {
@@ -135,9 +131,34 @@ func (r *Routed) Record(rank worker.Rank, local, seqs []uint64, now time.Time) (
 	at := (now.Add(r.cfg.TTL).UnixNano() + int64(bucket) - 1) / int64(bucket)
 	if r.nodes[last].at < at {
 		r.nodes[last].at = at
-		r.listLocked(at, passing{mine, last, seqs[len(seqs)-1]})
+		r.listLocked(mine, at, passing{last, seqs[len(seqs)-1]})
+	}
+	if limit, ok := r.limits[rank]; ok {
+		for over := len(mine.bySeq) - limit; over > 0 && len(mine.order) > 0; over = len(mine.bySeq) - limit {
+			r.dropFirstLocked(mine, r.held-over)
+		}
 	}
 	return status, nil
+}
+
+// roomLocked makes room for a prompt, and tells how many of its leading blocks are remembered, with the
+// node of the last of them.
+func (r *Routed) roomLocked(rank worker.Rank, seqs []uint64) (n int, last int32) {
+	n, last = r.byRank[rank].prefix(seqs)
+	if n > 0 {
+		if r.known = r.ix.known(rank, seqs[n-1:n], r.known[:0]); !r.known[0] { // the index was emptied meanwhile
+			r.removeLocked(r.byRank[rank])
+			n, last = 0, -1
+		}
+	}
+	if r.held+len(seqs)-n > r.cfg.MaxEntries {
+		r.pruneLocked(len(seqs) - n)
+		if n, last = r.byRank[rank].prefix(seqs); r.held+len(seqs)-n > r.cfg.MaxEntries { // what it had was the oldest
+			r.pruneLocked(len(seqs))
+			n, last = r.byRank[rank].prefix(seqs)
+		}
+	}
+	return n, last
 }
 
 // prefix is how many leading blocks of a prompt are remembered, and the node of the last of them, or -1. A
@@ -175,7 +196,9 @@ func (r *Routed) addLocked(of *routes, seq uint64, before int32, told bool) int3
 func (r *Routed) Expire(now time.Time) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.expireLocked(now)
+	for _, one := range r.byRank {
+		r.expireLocked(one, now)
+	}
 }
 
 // Remove forgets the deadlines of a rank that is being removed from the index.
@@ -204,8 +227,6 @@ func (r *Routed) removeLocked(one *routes) {
 	for _, i := range one.bySeq {
 		r.dropLocked(i)
 	}
-	one.bySeq = nil // what is listed of it has no node any more
-	r.tidyLocked()
 }
 
 // dropLocked takes back a node.
@@ -220,92 +241,107 @@ func (r *Routed) Reset() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	clear(r.byRank)
-	clear(r.due)
-	r.nodes, r.free, r.order, r.held, r.listed = nil, nil, nil, 0, 0
+	r.nodes, r.free, r.held = nil, nil, 0
 }
 
-func (r *Routed) listLocked(at int64, p passing) {
-	if _, ok := r.due[at]; !ok {
-		i, _ := slices.BinarySearch(r.order, at)
-		r.order = slices.Insert(r.order, i, at) // nearly always at the end
+func (r *Routed) listLocked(of *routes, at int64, p passing) {
+	if _, ok := of.due[at]; !ok {
+		i, _ := slices.BinarySearch(of.order, at)
+		of.order = slices.Insert(of.order, i, at) // nearly always at the end
 	}
-	r.due[at] = append(r.due[at], p)
-	r.listed++
-	if r.listed > 4*r.held+1024 {
-		r.tidyLocked()
+	of.due[at] = append(of.due[at], p)
+	of.listed++
+	if of.listed > 4*len(of.bySeq)+1024 {
+		r.tidyLocked(of)
 	}
 }
 
-func (r *Routed) expireLocked(now time.Time) {
-	for len(r.order) > 0 && r.order[0] <= now.UnixNano()/int64(bucket) {
-		r.dropFirstLocked(0)
+func (r *Routed) expireLocked(of *routes, now time.Time) {
+	for len(of.order) > 0 && of.order[0] <= now.UnixNano()/int64(bucket) {
+		r.dropFirstLocked(of, -1)
 	}
 }
 
 // pruneLocked makes room for n more, the earliest deadlines first.
 func (r *Routed) pruneLocked(n int) {
 	target := min(int(float64(r.cfg.MaxEntries)*r.cfg.PruneTo), r.cfg.MaxEntries-n)
-	for len(r.order) > 0 && r.held > target {
-		r.dropFirstLocked(target)
+	for r.held > target {
+		var first *routes
+		for _, one := range r.byRank {
+			if len(one.order) > 0 && (first == nil || one.order[0] < first.order[0]) {
+				first = one
+			}
+		}
+		if first == nil {
+			return
+		}
+		r.dropFirstLocked(first, target)
 	}
 }
 
-// dropFirstLocked removes what the first bucket lists, until no more than target are left.
-func (r *Routed) dropFirstLocked(target int) {
-	at := r.order[0]
-	for i, p := range r.due[at] {
-		if r.held <= target && target > 0 {
-			r.due[at] = r.due[at][i:]
-			return
-		}
-		r.listed--
-		if !r.hasLocked(p, at) {
+// dropFirstLocked removes what the first bucket of a rank lists, until no more than target are held in all.
+func (r *Routed) dropFirstLocked(of *routes, target int) {
+	at := of.order[0]
+	r.gone = r.gone[:0]
+	left := of.due[at]
+	for ; len(left) > 0 && r.held > target; left = left[1:] {
+		p := left[0]
+		if !r.hasLocked(of, p, at) {
+			of.listed--
 			continue
 		}
-		r.nodes[p.node].at = 0
-		r.gone = r.gone[:0]
-		for n := p.node; n >= 0; {
+		n := p.node
+		for r.nodes[n].at = 0; n >= 0 && r.held > target; {
 			one := r.nodes[n]
 			if one.after > 0 || one.at > at {
+				n = -1
 				break
 			}
 			if !one.told {
 				r.gone = append(r.gone, one.seq)
 			}
-			delete(p.of.bySeq, one.seq)
+			delete(of.bySeq, one.seq)
 			r.dropLocked(n)
 			if n = one.before; n >= 0 {
 				r.nodes[n].after--
 			}
 		}
-		if len(p.of.bySeq) == 0 {
-			delete(r.byRank, p.of.rank)
+		if n >= 0 && r.nodes[n].after == 0 && r.nodes[n].at <= at { // enough: the rest of the prompt stays
+			r.nodes[n].at = at
+			left[0] = passing{n, r.nodes[n].seq}
+			break
 		}
-		r.ix.Remove(p.of.rank, worker.Device, r.gone)
+		of.listed--
 	}
-	delete(r.due, at)
-	if r.order = r.order[1:]; len(r.order) == 0 {
-		r.order = nil
+	r.ix.Remove(of.rank, worker.Device, r.gone)
+	if len(left) > 0 {
+		of.due[at] = left
+		return
+	}
+	delete(of.due, at)
+	of.order = of.order[1:]
+	if len(of.bySeq) == 0 {
+		delete(r.byRank, of.rank)
 	}
 }
 
 // hasLocked tells whether what is listed in a bucket still has that deadline.
-func (r *Routed) hasLocked(p passing, at int64) bool {
-	n, ok := p.of.bySeq[p.seq]
+func (r *Routed) hasLocked(of *routes, p passing, at int64) bool {
+	n, ok := of.bySeq[p.seq]
 	return ok && n == p.node && r.nodes[n].at == at
 }
 
 // tidyLocked takes from the lists what has another deadline by now, or none.
-func (r *Routed) tidyLocked() {
-	r.listed = 0
-	r.order = slices.DeleteFunc(r.order, func(at int64) bool {
-		kept := slices.DeleteFunc(r.due[at], func(p passing) bool { return !r.hasLocked(p, at) })
+func (r *Routed) tidyLocked(of *routes) {
+	of.listed = 0
+	of.order = slices.DeleteFunc(of.order, func(at int64) bool {
+		kept := slices.DeleteFunc(of.due[at], func(p passing) bool { return !r.hasLocked(of, p, at) })
 		if len(kept) == 0 {
-			delete(r.due, at)
+			delete(of.due, at)
 			return true
 		}
-		r.due[at] = kept
-		r.listed += len(kept)
+		of.due[at] = kept
+		of.listed += len(kept)
 		return false
 	})
 }

@@ -3,6 +3,7 @@ package kvindex_test
 import (
 	"errors"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
@@ -187,4 +188,73 @@ func key(p []uint64) string {
 		b[i] = byte(v)
 	}
 	return string(b)
+}
+
+// TestRoutedAfterEmptying: what the index has lost meanwhile is stored anew, and what was forgotten is not
+// removed later.
+func TestRoutedAfterEmptying(t *testing.T) {
+	x := newRouted(t, kvindex.RoutedConfig{TTL: 10 * time.Second, MaxEntries: 100, PruneTo: 0.8})
+	x.record(rankA, 0, 1, 2, 3)
+	x.record(rankC, 0, 1, 2, 3)
+	x.ix.Reset()
+	x.record(rankA, time.Second, 1, 2, 3)
+	x.want(rankA, time.Second, 3, 1, 2, 3)
+	x.record(rankC, time.Second, 1, 2, 3, 4)
+	x.want(rankC, time.Second, 4, 1, 2, 3, 4)
+	x.r.Reset()
+	if n := x.r.Entries(); n != 0 {
+		t.Errorf("%d entries after Reset", n)
+	}
+	x.ix.Reset()
+	x.record(rankA, 9*time.Second, 1, 2)
+	x.want(rankA, 18*time.Second, 2, 1, 2, 3)
+	x.want(rankA, 19*time.Second, 0, 1, 2, 3)
+}
+
+// TestRoutedMovesTheLast: a prompt that is sent again keeps all its blocks, though the deadline of one alone
+// moves, and what had gone on from it goes.
+func TestRoutedMovesTheLast(t *testing.T) {
+	x := newRouted(t, kvindex.RoutedConfig{TTL: 10 * time.Second, MaxEntries: 100, PruneTo: 0.8})
+	x.record(rankA, 0, chain(100, 20)...)
+	x.record(rankA, time.Second, chain(100, 12)...)
+	for i := range 9 {
+		x.record(rankA, time.Duration(i)*time.Second, chain(100, 10)...)
+	}
+	x.want(rankA, 10*time.Second, 12, chain(100, 20)...)
+	x.want(rankA, 11*time.Second, 10, chain(100, 20)...)
+	x.want(rankA, 17*time.Second, 10, chain(100, 20)...)
+	x.want(rankA, 18*time.Second, 0, chain(100, 20)...)
+	if x.r.Entries() != 0 || x.ix.Entries() != 0 {
+		t.Errorf("%d and %d entries are left", x.r.Entries(), x.ix.Entries())
+	}
+}
+
+// TestRoutedLimit: a rank is not taken to hold more than it has room for. What was recorded first goes,
+// from the end of its prompt, unless a later prompt has it too.
+func TestRoutedLimit(t *testing.T) {
+	x := newRouted(t, kvindex.RoutedConfig{TTL: time.Hour, MaxEntries: 1000, PruneTo: 0.8})
+	x.r.Limit(map[worker.Rank]int{rankA: 25})
+	shared := chain(100, 5)
+	first, second, third := append(slices.Clone(shared), 1, 2, 3, 4, 5), append(slices.Clone(shared), 6, 7, 8, 9, 10), chain(200, 5)
+	x.record(rankA, 1*time.Second, first...)
+	x.record(rankA, 2*time.Second, second...)
+	x.record(rankA, 3*time.Second, third...)
+	x.record(rankA, 4*time.Second, chain(300, 8)...) // 28: three too many
+	x.want(rankA, 4*time.Second, 7, first...)
+	x.want(rankA, 4*time.Second, 10, second...)
+	x.record(rankA, 5*time.Second, first...) // it is sent again: three come back, and the second one's go
+	x.want(rankA, 5*time.Second, 10, first...)
+	x.want(rankA, 5*time.Second, 7, second...)
+	x.want(rankA, 5*time.Second, 5, third...)
+	x.record(rankC, 5*time.Second, chain(0, 100)...) // one that is not named has no limit
+	x.want(rankC, 5*time.Second, 100, chain(0, 100)...)
+	x.record(rankA, 6*time.Second, chain(400, 40)...) // it alone is too long
+	x.want(rankA, 6*time.Second, 25, chain(400, 40)...)
+	x.want(rankA, 6*time.Second, 0, first...)
+	if got := x.r.Entries(); got != 125 || x.ix.Entries() != 125 {
+		t.Errorf("%d and %d entries, want 25 and 100", got, x.ix.Entries())
+	}
+	x.r.Limit(map[worker.Rank]int{rankA: 0})
+	x.record(rankA, 7*time.Second, 1)
+	x.want(rankA, 7*time.Second, 0, 1)
 }

@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"maps"
+	"math"
 	"sync/atomic"
 	"time"
 
@@ -160,7 +161,12 @@ func (d *directory) unlistenLocked(c *cache, id worker.ID) {
 func (d *directory) follow() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.server.router.Partitions("", func(p *router.Partition) { _ = d.followLocked(p.Key) }) // it was logged when the worker came
+	d.server.router.Partitions("", func(p *router.Partition) {
+		_ = d.followLocked(p.Key) // it was logged when the worker came
+		if c := d.server.caches.of(p.Key); c != nil {
+			c.routed.Limit(roomOf(p.Busy))
+		}
+	})
 	if known := d.server.caches.known.Load(); known != nil {
 		for key := range *known {
 			_ = d.followLocked(key)
@@ -208,6 +214,26 @@ func (d *directory) followLocked(key worker.Partition) error {
 		}
 	}
 	return nil
+}
+
+// roomOf is how many KV blocks ranks have, as far as that is known: no rank is taken to have cached more.
+func roomOf(list *busy.List) map[worker.Rank]int {
+	room := map[worker.Rank]int{}
+	for _, w := range list.Workers(time.Now()) {
+		whole, all := 0, true
+		for i := range w.Ranks {
+			n := int(min(w.Ranks[i].Report.TotalBlocks, math.MaxInt32))
+			if whole += n; n > 0 {
+				room[worker.Rank{Worker: w.ID, DP: w.Ranks[i].DP}] = n
+			} else {
+				all = false
+			}
+		}
+		if all && whole > 0 { // where the engine picks the rank
+			room[worker.Rank{Worker: w.ID, DP: worker.AnyDP}] = whole
+		}
+	}
+	return room
 }
 
 // restartLocked forgets all that is cached in a partition.

@@ -648,3 +648,21 @@ func TestSessions(t *testing.T) {
 		})
 	}
 }
+
+// TestNoMoreThanThereIsRoomFor: a rank is not taken to have cached more blocks than it has.
+func TestNoMoreThanThereIsRoomFor(t *testing.T) {
+	s := newScript(t, saying(answer(200, jsonHeader, reply)))
+	f := begin(t, setup{router: inKV(nil)}, worker.Worker{ID: 1, Name: "w", Endpoint: s.url(), Models: []string{"m"}, KVTotalBlocks: 25})
+	n, seen := 0, ""
+	eventually(t, "the rank's size is known", func() bool {
+		n++
+		f.chat(chatOf(sentence(n, 60))).at(t) // 10 blocks
+		seen = f.metric(`spillway_kv_decision_blocks{model="m",tenant="default"}`)
+		return n > 3 && seen == "25"
+	})
+	before := f.hits()
+	f.chat(chatOf(sentence(n, 60))).at(t)
+	if f.hits() == before {
+		t.Error("the last prompt is forgotten, want the first ones")
+	}
+}
