@@ -1,6 +1,7 @@
 package proxy_test
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -8,7 +9,9 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"spillway/busy"
 	"spillway/proxy"
@@ -177,5 +180,49 @@ func TestQuietRoutes(t *testing.T) {
 	}
 	if !maps.Equal(got, want) {
 		t.Errorf("logged %v\nwant %v", got, want)
+	}
+}
+
+// told is a handler whose records of requests wait until the client has its answer.
+type told struct {
+	slog.Handler
+	answered chan struct{}
+	late     atomic.Bool // one has waited in vain
+}
+
+func (h *told) Enabled(context.Context, slog.Level) bool { return true }
+
+func (h *told) Handle(_ context.Context, r slog.Record) error {
+	if r.Message == "request" {
+		select {
+		case <-h.answered:
+		case <-time.After(patience):
+			h.late.Store(true)
+		}
+	}
+	return nil
+}
+
+// TestAnswerBeforeRecord: no client waits for its request to be written down.
+func TestAnswerBeforeRecord(t *testing.T) {
+	for _, tt := range []struct {
+		name   string
+		body   string
+		status int
+	}{{"answer", chatBody, 200}, {"refusal", "{", 400}} {
+		t.Run(tt.name, func(t *testing.T) {
+			h := &told{Handler: slog.DiscardHandler, answered: make(chan struct{})}
+			s := newScript(t, func(c *conn, _ received) { c.say(answer(200, jsonHeader, reply)) })
+			f := begin(t, setup{log: slog.New(h)}, served("w", s))
+			if got := f.chat(tt.body); got.status != tt.status {
+				t.Errorf("status = %d, want %d", got.status, tt.status)
+			}
+			close(h.answered)
+			f.stop()
+			f.over()
+			if h.late.Load() {
+				t.Error("the client had no answer while the request was not written down")
+			}
+		})
 	}
 }

@@ -95,7 +95,6 @@ func (s *Server) infer(ep *endpoint) echo.HandlerFunc {
 		x.handle()
 		*x = exchange{} // after a panic it is left to the garbage collector
 		exchanges.Put(x)
-		s.yield()
 		return nil
 	}
 }
@@ -181,10 +180,15 @@ func (x *exchange) end() {
 	x.account()
 }
 
-// account writes down what became of the request, once.
+// account writes down what became of the request, once. The client has its answer before the record
+// is written: net/http would keep the last bytes until the handler has returned.
 func (x *exchange) account() {
 	now := time.Now()
 	x.close(now)
+	x.s.yield()
+	if x.w.Committed {
+		_ = x.flush() // it is too late to tell of a client that has left
+	}
 	x.s.access.record(x, now)
 }
 

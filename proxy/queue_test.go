@@ -112,6 +112,7 @@ func TestQueue(t *testing.T) {
 			t.Errorf("afterwards %s = %s, want %s", series, got, want)
 		}
 	}
+	eventually(t, "all are logged", func() bool { return len(log.records(t, "request")) == 5 })
 	for _, r := range log.records(t, "request") {
 		_, has := r["queue_ms"]
 		if id := r["request_id"]; has != (id == "low" || id == "high" || id == "body") {
@@ -156,6 +157,7 @@ func TestQueueTimeout(t *testing.T) {
 					t.Errorf("%s = %s, want %s", series, got, want)
 				}
 			}
+			eventually(t, "the refusal is logged", func() bool { return len(log.records(t, "request")) > 0 })
 			if r := log.records(t, "request"); len(r) != 1 || r[0]["reason"] != "queue-timeout" || r[0]["queue_ms"] == nil || r[0]["check"] != "decode_blocks" {
 				t.Errorf("records %v, want one with the wait and the check", r)
 			}
