@@ -87,14 +87,55 @@ func (a *answer) one(c *cursor) bool {
 	}) && seen
 }
 
-// list reads an array of token IDs.
+// list reads an array of token IDs. A long prompt has thousands, so those that a comma follows, and no
+// white space surrounds, go a shorter way.
 func (a *answer) list(c *cursor) bool {
-	return c.array(func() bool {
+	if !c.take('[') {
+		return false
+	}
+	if c.take(']') {
+		return true
+	}
+	for {
+		a.row(c)
 		c.next()
 		id, ok := c.number()
+		if !ok || id > math.MaxUint32 {
+			return false
+		}
 		a.ids = append(a.ids, uint32(id))
-		return ok && id <= math.MaxUint32
-	})
+		switch {
+		case c.take(','):
+		case c.take(']'):
+			return true
+		default:
+			return false
+		}
+	}
+}
+
+// row reads IDs as far as nothing but digits and a comma makes each, and leaves the rest.
+func (a *answer) row(c *cursor) {
+	const mostDigits = 10
+	b, i, ids := c.b, c.i, a.ids
+	for {
+		id, from := uint64(0), i
+		for i < len(b) {
+			d := b[i] - '0'
+			if d > 9 {
+				break
+			}
+			id = id*10 + uint64(d)
+			i++
+		}
+		digits := i - from
+		if digits == 0 || digits > mostDigits || digits > 1 && b[from] == '0' || id > math.MaxUint32 || i == len(b) || b[i] != ',' {
+			c.i, a.ids = from, ids
+			return
+		}
+		ids = append(ids, uint32(id))
+		i++
+	}
 }
 
 // number reads a whole number of at most 18 digits, without leading zeros.

@@ -229,8 +229,8 @@ func newClient() *http.Client {
 			// vLLM's server closes idle connections after 5 s; this side goes first.
 			IdleConnTimeout:        4 * time.Second,
 			MaxResponseHeaderBytes: 1 << 20,
-			DisableCompression:     true, // numbers, from nearby
-			ReadBufferSize:         16 << 10,
+			DisableCompression:     true,     // numbers, from nearby
+			ReadBufferSize:         64 << 10, // IDs take three times the room of the text, and more
 			WriteBufferSize:        16 << 10,
 		},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
