@@ -13,6 +13,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -22,6 +23,7 @@ import (
 	"go.uber.org/goleak"
 
 	"spillway/busy"
+	"spillway/kvhash"
 	"spillway/kvindex"
 	"spillway/router"
 	"spillway/selectservice"
@@ -478,8 +480,35 @@ func TestManyRanks(t *testing.T) {
 		t.Errorf("POST /select = %.500s", text)
 	}
 	s.do("DELETE", "/reservations/last", "", 200)
+	beyond := false // what an engine may say of itself
+	for range 10 {
+		dp, err := strconv.Atoi(between(s.do("POST", "/select", `{"token_ids":[1,2,3,4]}`, 200), `"dp_rank":`, ","))
+		beyond = beyond || dp >= worker.MaxReportedRanks
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if !beyond {
+		t.Error("of 65,536 equal ranks none of the last 61,440 is chosen in ten times")
+	}
 	if text := register(65537); !strings.Contains(text, `"not_schedulable_reasons":["data_parallel range is invalid`) {
 		t.Errorf("with 65,537 ranks: %s", text)
+	}
+}
+
+// TestOverlapByRank checks that an answer tells what each rank of the worker has, and of no other.
+func TestOverlapByRank(t *testing.T) {
+	s := start(t, config())
+	s.do("POST", "/workers", `{"worker_id":1,"endpoint":"http://w","block_size":4,"data_parallel_start_rank":2,"data_parallel_size":3}`, 201)
+	p := s.index.Partition(worker.Partition{Model: "default", Tenant: "default"})
+	local := kvhash.AppendBlocks(nil, []uint32{1, 2, 3, 4, 5, 6, 7, 8}, kvhash.Options{BlockSize: 4})
+	for dp, blocks := range map[uint32]int{0: 1, 3: 2, 4: 1, 9: 1} {
+		if got := p.Index.Store(worker.Rank{Worker: 1, DP: dp}, worker.Device, kvindex.Parent{}, kvhash.AppendSequences(nil, local[:blocks]), local[:blocks]); got != kvindex.Stored {
+			t.Fatal(got)
+		}
+	}
+	if text := s.do("POST", "/select", `{"token_ids":[1,2,3,4,5,6,7,8,9]}`, 200); !strings.Contains(text, `"dp_rank":3,`) || !strings.Contains(text, `"dp":{"2":0,"3":8,"4":4}`) {
+		t.Errorf("POST /select = %s", text)
 	}
 }
 

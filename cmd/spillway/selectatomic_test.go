@@ -82,14 +82,19 @@ func TestAtomicity(t *testing.T) {
 					t.Fatalf("round %d: %d are booked on %d workers, and %d refused; want %d on as many", round, len(booked), len(on), calls-places-len(booked), workers)
 				}
 				s.duplicates(booked)
-				for i, b := range booked[:workers] {
-					if p := s.loads()[0]; p.Pending != max(places-i, 0) || p.Tokens != 4*p.Pending {
-						t.Fatalf("round %d: after %d are freed %d wait, with %d tokens; want %d", round, i, p.Pending, p.Tokens, max(places-i, 0))
+				wait := func(freed int) { // which is so before the DELETE is answered
+					t.Helper()
+					if p, want := s.loads()[0], max(places-freed, 0); p.Pending != want || p.Tokens != 4*want {
+						t.Fatalf("round %d: after %d are freed %d wait, with %d tokens; want %d", round, freed, p.Pending, p.Tokens, want)
 					}
+				}
+				wait(0)
+				for i, b := range booked[:workers] {
 					s.ask("DELETE", "/reservations/"+b.id, "", 200)
 					if perWorker == 0 {
 						continue
 					}
+					wait(i + 1)
 					a := s.next(got)
 					if a.status != 200 || a.worker != b.worker {
 						t.Fatalf("round %d: after worker %d is freed who waits is answered %d %s", round, b.worker, a.status, a.text)

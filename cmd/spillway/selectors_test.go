@@ -97,6 +97,7 @@ func lateSelector(t *testing.T, f *engines, a *selector) {
 	select {
 	case status := <-registered:
 		t.Errorf("before the index is recovered a registration is answered %d", status)
+		registered <- status
 	default:
 	}
 	close(answer)
