@@ -12,6 +12,7 @@ build: setup ## bin/spillway
 test: setup-test check ## gofmt, vet, lint, and every test under the race detector
 	REQUIRE_PROMETHEUS=1 REQUIRE_REDIS=1 go test -race ./...
 	SPILLWAY_TEST_ROUTER_MODE=kv go test -race ./proxy
+	go test -race -run '^TestAtomicity$$' ./cmd/spillway -rounds 1000
 
 check:
 	@unformatted=$$(gofmt -l .); if [ -n "$$unformatted" ]; then echo "gofmt would change:" $$unformatted; exit 1; fi

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-var rounds = flag.Int("rounds", 1000, "how often TestAtomicity has a burst come")
+var rounds = flag.Int("rounds", 100, "how often TestAtomicity has a burst come; make test says 1000")
 
 // answered is what one call of a burst got.
 type answered struct {
