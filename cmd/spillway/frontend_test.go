@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"fmt"
 	"io"
 	"net/http"
 	"strings"
@@ -60,8 +61,8 @@ func testDemo(t *testing.T, mode router.Mode) {
 		_, body := fetch(t, url+"/v1/models/sim-model/ready")
 		return strings.Count(body, `"kv_total_blocks":1024`) == 2
 	})
-	for range 2 { // one request on each worker, so that each holds a block
-		resp := post(t, url+"/v1/chat/completions", slowChat)
+	for i := range 2 { // one request on each worker, so that each holds a block; they begin differently, or a cache would draw both
+		resp := post(t, url+"/v1/chat/completions", strings.Replace(slowChat, "Hello", fmt.Sprint("From ", i, ": hello"), 1))
 		if _, err := bufio.NewReader(resp.Body).ReadString('\n'); resp.StatusCode != http.StatusOK || err != nil {
 			t.Fatalf("slow chat: %s, %v", resp.Status, err)
 		}
