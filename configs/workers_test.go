@@ -1,6 +1,7 @@
 package configs_test
 
 import (
+	"fmt"
 	"reflect"
 	"testing"
 
@@ -150,7 +151,7 @@ func TestFleetPorts(t *testing.T) {
 		{[]string{"--kv-events-port=-1"}, "kv-events-port: -1: port -1, of a rank of a worker at h, is not within 1..65535 (from flag --kv-events-port)"},
 		{[]string{"--kv-events-port=1", "--kv-replay-port=70000"}, "kv-replay-port: 70000: port 70000, of a rank of a worker at h, is not within 1..65535 (from flag --kv-replay-port)"},
 		{[]string{"--kv-replay-port=1"}, "kv-replay-port: there is nothing to replay without kv-events-port (from flag --kv-replay-port)"},
-		{[]string{"--dp-size=5000"}, "dp-size: 5000 is more than 4096 (from flag --dp-size)"},
+		{[]string{fmt.Sprint("--dp-size=", worker.MaxDPSize+1)}, fmt.Sprintf("dp-size: %d is more than %d (from flag --dp-size)", worker.MaxDPSize+1, worker.MaxDPSize)},
 	} {
 		fs := pflag.NewFlagSet("frontend", pflag.ContinueOnError)
 		configs.Flags(fs, configs.DefaultFrontend())

@@ -666,3 +666,27 @@ func TestNoMoreThanThereIsRoomFor(t *testing.T) {
 		t.Error("the last prompt is forgotten, want the first ones")
 	}
 }
+
+// TestTextInTokens: what a rank has of a text counts in tokens, of which there are more or fewer than words.
+func TestTextInTokens(t *testing.T) {
+	half := strings.Replace(reply, `"prompt_tokens":10`, `"prompt_tokens":200`, 1)
+	s := newScript(t, saying(answer(200, jsonHeader, half)))
+	var booked []proxy.Booking
+	f := begin(t, setup{router: inKV(nil), before: func(s *proxy.Server) {
+		s.Share(func(b proxy.Booking) {
+			if b.Stage == proxy.Booked {
+				booked = append(booked, b)
+			}
+		})
+	}}, served("w", s))
+	first, more := sentence(1, 300)[:1600], sentence(2, 300)[:1600]
+	for _, prompt := range []string{first, first + more} { // of 400 words, which are 200 tokens, and of twice that
+		if g := f.send("POST", "/v1/completions", `{"model":"m","prompt":"`+prompt+`"}`); g.status != 200 {
+			t.Fatalf("%d %s", g.status, g.body)
+		}
+	}
+	// It has 25 blocks of words, which are 12 of tokens: 192 of 400.
+	if got := booked[1].PrefillTokens; booked[0].PrefillTokens != 400 || got != 208 {
+		t.Errorf("booked are %d and %d tokens, want 400 by the first estimate, and 208 for what is new of 400", booked[0].PrefillTokens, got)
+	}
+}
