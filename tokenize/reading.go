@@ -87,13 +87,16 @@ type reading struct {
 // not JSON, or whose prompt is token IDs or embeddings.
 func read(body []byte, chat bool) (r reading, ok bool) {
 	c := cursor{b: body}
-	embeds := false
+	embeds, conversation := false, false
 	c.next()
 	r.first = c.i + 1
 	ok = c.object(func(key []byte) bool {
 		c.next()
 		from := c.i
-		if !c.skip() {
+		if chat && string(key) == "messages" {
+			conversation = r.readMessages(&c)
+		}
+		if c.i == from && !c.skip() {
 			return false
 		}
 		value := body[from:c.i]
@@ -118,7 +121,7 @@ func read(body []byte, chat bool) (r reading, ok bool) {
 	r.truncated = r.values[truncatePromptTokens] != nil
 	if chat {
 		r.prompts = 1
-		return r, r.readMessages()
+		return r, conversation
 	}
 	return r, !embeds && r.readPrompt()
 }
@@ -153,10 +156,12 @@ func (r *reading) only() []byte {
 	return v[from:c.i]
 }
 
-// readMessages looks for parts that are not text.
-func (r *reading) readMessages() bool {
-	c := cursor{b: r.values[messages]}
-	return c.array(func() bool {
+// readMessages passes over messages, and looks for parts that are not text. If they are none it stays
+// where it is.
+func (r *reading) readMessages(c *cursor) bool {
+	from := c.i
+	r.media = false
+	ok := c.array(func() bool {
 		if c.next() != '{' {
 			return false
 		}
@@ -171,6 +176,10 @@ func (r *reading) readMessages() bool {
 			})
 		})
 	})
+	if !ok {
+		c.i = from
+	}
+	return ok
 }
 
 // textPart passes over a part of a message and tells whether it is text and nothing else.
