@@ -34,6 +34,7 @@ type engine struct {
 	heads  []http.Header
 	answer func(req *http.Request, body string) (status int, answer string)
 	delay  time.Duration
+	deaf   time.Duration // how long it takes to notice that a call was given up
 }
 
 func (e *engine) RoundTrip(req *http.Request) (*http.Response, error) {
@@ -43,11 +44,12 @@ func (e *engine) RoundTrip(req *http.Request) (*http.Response, error) {
 	}
 	e.mu.Lock()
 	e.paths, e.bodies, e.heads = append(e.paths, req.URL.Host+req.URL.Path), append(e.bodies, string(b)), append(e.heads, req.Header)
-	delay, answer := e.delay, e.answer
+	delay, deaf, answer := e.delay, e.deaf, e.answer
 	e.mu.Unlock()
 	select {
 	case <-time.After(delay):
 	case <-req.Context().Done():
+		time.Sleep(deaf)
 		return nil, req.Context().Err()
 	}
 	status, text := answer(req, string(b))
@@ -300,7 +302,7 @@ func TestRefusals(t *testing.T) {
 func TestRest(t *testing.T) {
 	for name, fail := range map[string]func(*http.Request, string) (int, string){
 		"500": always(500, ""), "429": always(429, ""), "no connection": always(0, ""), "garbage": always(200, "<html>"),
-		"another count": always(200, `{"count":2,"tokens":[1]}`), "endless": always(200, strings.Repeat(" ", 1<<21)),
+		"another count": always(200, `{"count":2,"tokens":[1]}`), "endless": always(200, strings.Repeat(" ", 1<<21)+threeTokens),
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			f := set(t, func(c *tokenize.Config) { c.Source = "tokenize" })
@@ -315,7 +317,14 @@ func TestRest(t *testing.T) {
 			}
 			f.prompts(t, "resting", 4)
 			time.Sleep(5 * time.Second)
-			f.fresh(true)
+			f.engine.mu.Lock()
+			f.engine.delay = time.Millisecond
+			f.engine.mu.Unlock()
+			var all sync.WaitGroup
+			for range 3 {
+				all.Go(func() { f.fresh(true) })
+			}
+			all.Wait()
 			f.fresh(true)
 			if got := f.engine.take(); len(got) != 1 {
 				t.Errorf("%s: after the rest: asked %d times, want 1", name, len(got))
@@ -464,7 +473,20 @@ func TestNobodyWaits(t *testing.T) {
 		if got := f.ask(true, "x"); got.Count != 3 {
 			t.Errorf("who came then got %+v, want 3 tokens", got)
 		}
-		if got := f.count(t, "spillway_tokenizer_calls_total", "left", "tokenize"); got != 1 {
+		f.engine.mu.Lock()
+		f.engine.deaf = 50 * time.Millisecond
+		f.engine.mu.Unlock()
+		all.Go(func() {
+			ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+			defer cancel()
+			f.Tokenize(ctx, promptOf(true, "z"))
+		})
+		time.Sleep(120 * time.Millisecond)
+		if got := f.ask(true, "z"); got.Count != 3 {
+			t.Errorf("who came while a call was being given up got %+v, want 3 tokens", got)
+		}
+		all.Wait()
+		if got := f.count(t, "spillway_tokenizer_calls_total", "left", "tokenize"); got != 2 {
 			t.Errorf("%v calls given up, want 1", got)
 		}
 		if got := f.count(t, "spillway_tokenizer_inflight"); got != 0 {
@@ -523,6 +545,13 @@ func TestRemembered(t *testing.T) {
 	if got := f.engine.take(); len(got) != 2 {
 		t.Errorf("asked %d times, want 2", len(got))
 	}
+	defer func() { // nobody writes into what was told
+		f.engine.set(always(200, `{"tokens":[7,8,9]}`))
+		f.ask(true, "y")
+		if got := f.ask(true, "x"); !slices.Equal(got.IDs, []uint32{1, 2, 3}) {
+			t.Errorf("after another prompt: %v, want 1, 2, 3", got.IDs)
+		}
+	}()
 	if hits, misses := f.count(t, "dynamo_frontend_tokenizer_cache_hits_total"), f.count(t, "dynamo_frontend_tokenizer_cache_misses_total"); hits != 2 || misses != 2 {
 		t.Errorf("%v hits, %v misses, want 2, 2", hits, misses)
 	}
@@ -587,6 +616,7 @@ func TestCounted(t *testing.T) {
 		}
 		f.engine.take()
 		counted(19, 3)
+		trusted("nineteen in a row", false)
 		counted(1, 4)
 		counted(19, 3)
 		counted(9, 4)
