@@ -75,6 +75,7 @@ func (t *Tokenizer) ask(ctx context.Context, p *Prompt, r *reading) (Tokens, pro
 		return Tokens{}, why
 	}
 	defer s.calls.Add(-1)
+	health := s.with(r.media)
 	for _, to := range t.routes {
 		if !to.fits(&w, p, r) || !s.route(to, p.Chat).begin(now) {
 			continue
@@ -84,7 +85,7 @@ func (t *Tokenizer) ask(ctx context.Context, p *Prompt, r *reading) (Tokens, pro
 		proven := s.route(to, p.Chat).told(res, now)
 		switch res {
 		case told:
-			if s.well() {
+			if health.well() {
 				t.log.Info("worker tells tokens again", "worker", w.Name)
 			}
 			return tokens, asked
@@ -95,9 +96,10 @@ func (t *Tokenizer) ask(ctx context.Context, p *Prompt, r *reading) (Tokens, pro
 				continue
 			}
 		case abandoned:
+			health.untried(now)
 			return Tokens{}, left
 		case timedOut, failed, invalid:
-			if s.ill(time.Now()) {
+			if health.ill(time.Now()) {
 				t.log.Warn("worker fails to tell tokens: prompts are estimated meanwhile", "worker", w.Name, "err", err)
 			}
 		}
@@ -117,7 +119,7 @@ func (t *Tokenizer) choose(p *Prompt, r *reading, now time.Time) (w Worker, s *s
 			why = max(why, routeless)
 		case !c.enter():
 			why = max(why, crowded)
-		case !c.awake(now):
+		case !c.with(r.media).awake(now):
 			c.calls.Add(-1)
 			why = max(why, resting)
 		default:

@@ -41,11 +41,24 @@ func (all *servers) of(id uint64, now time.Time) *server {
 
 // server is what is remembered of one worker. It is safe for concurrent use.
 type server struct {
-	calls    atomic.Int32              // under way
-	used     atomic.Int64              // when it was last looked at, in Unix nanoseconds
-	failures atomic.Int32              // in a row
-	restsTo  atomic.Int64              // Unix nanoseconds
-	routes   [numRoutes][2]routeMemory // of completions, of chats
+	calls  atomic.Int32              // under way
+	used   atomic.Int64              // when it was last looked at, in Unix nanoseconds
+	health [2]health                 // with text alone, with images and the like
+	routes [numRoutes][2]routeMemory // of completions, of chats
+}
+
+// health is how a server has fared lately with one kind of prompt. What a worker has to fetch for an
+// image is named by clients: one that never comes must not have it rest for all prompts.
+type health struct {
+	failures atomic.Int32 // in a row
+	restsTo  atomic.Int64 // Unix nanoseconds
+}
+
+func (s *server) with(media bool) *health {
+	if media {
+		return &s.health[1]
+	}
+	return &s.health[0]
 }
 
 func (s *server) route(to route, chat bool) *routeMemory {
@@ -75,26 +88,31 @@ func (s *server) enter() bool {
 }
 
 // awake is false while the server rests; of those who come when that is over the first one is to try.
-func (s *server) awake(now time.Time) bool {
-	if s.failures.Load() < patience {
+func (h *health) awake(now time.Time) bool {
+	if h.failures.Load() < patience {
 		return true
 	}
-	to := s.restsTo.Load()
-	return to <= now.UnixNano() && s.restsTo.CompareAndSwap(to, now.Add(rest).UnixNano())
+	to := h.restsTo.Load()
+	return to <= now.UnixNano() && h.restsTo.CompareAndSwap(to, now.Add(rest).UnixNano())
 }
 
 // ill notes a failure, and tells whether the server rests from now on and did not before.
-func (s *server) ill(now time.Time) bool {
-	n := s.failures.Add(1)
+func (h *health) ill(now time.Time) bool {
+	n := h.failures.Add(1)
 	if n >= patience {
-		s.restsTo.Store(now.Add(rest).UnixNano())
+		h.restsTo.Store(now.Add(rest).UnixNano())
 	}
 	return n == patience
 }
 
 // well notes a success, and tells whether the server was resting.
-func (s *server) well() bool {
-	return s.failures.Load() > 0 && s.failures.Swap(0) >= patience
+func (h *health) well() bool {
+	return h.failures.Load() > 0 && h.failures.Swap(0) >= patience
+}
+
+// untried takes back that awake, at now, has let one caller try.
+func (h *health) untried(now time.Time) {
+	h.restsTo.CompareAndSwap(now.Add(rest).UnixNano(), now.UnixNano())
 }
 
 // routeMemory is what is remembered of a route for one kind of prompt. Its parts need not agree to
@@ -111,7 +129,7 @@ func (m *routeMemory) begin(now time.Time) bool {
 	return to == 0 || to <= now.UnixNano() && m.offTo.CompareAndSwap(to, now.Add(probeAgain).UnixNano())
 }
 
-// told takes in what became of a call, and tells whether the route was known to work.
+// told takes in what became of a call that begin has allowed at now, and tells whether the route was known to work.
 func (m *routeMemory) told(res result, now time.Time) (proven bool) {
 	proven = m.proven.Load()
 	switch res {
@@ -124,6 +142,8 @@ func (m *routeMemory) told(res result, now time.Time) (proven bool) {
 	case unsupported:
 		m.proven.Store(false)
 		m.offTo.Store(now.Add(probeAgain).UnixNano())
+	case abandoned: // that says nothing: if it was the one try that begin allows, the next caller has it
+		m.offTo.CompareAndSwap(now.Add(probeAgain).UnixNano(), now.UnixNano())
 	case refused:
 		// A server that cannot do it at all may say so by another status; a client's bad request
 		// does not count against one that can.

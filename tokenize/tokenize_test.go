@@ -340,6 +340,73 @@ func TestRest(t *testing.T) {
 	}
 }
 
+// TestImagesThatNeverCome: what a client has a worker fetch for an image does not keep others from
+// having their prompts told, and is not waited for again and again.
+func TestImagesThatNeverCome(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := set(t, nil)
+		f.engine.delay = time.Hour
+		ask := func(i int) {
+			p := promptOf(true, "x")
+			p.Body = fmt.Appendf(nil, `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"%d"}}]}]}`, i)
+			f.Tokenize(t.Context(), p)
+		}
+		for i := range 5 {
+			ask(i)
+		}
+		f.prompts(t, "unanswered", 3)
+		f.prompts(t, "resting", 2)
+		f.engine.mu.Lock()
+		f.engine.delay = 0
+		f.engine.mu.Unlock()
+		f.engine.set(having(map[string]string{renderChat: `{"token_ids":[1,2,3]}`}))
+		for i := range 3 {
+			if got := f.fresh(true); got.Count != 3 {
+				t.Errorf("text %d after images that never came: %+v, want 3 tokens", i, got)
+			}
+		}
+		ask(5)
+		f.prompts(t, "resting", 3) // text that is told says nothing of images
+	})
+}
+
+// TestTryGivenUp: where one caller tries for all whether a worker can tell tokens by now, and its client
+// leaves, the next one tries.
+func TestTryGivenUp(t *testing.T) {
+	tries := func(t *testing.T, f *fixture, text string) {
+		f.engine.mu.Lock()
+		f.engine.delay = 10 * time.Millisecond
+		f.engine.mu.Unlock()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+		defer cancel()
+		f.Tokenize(ctx, promptOf(true, text))
+		f.engine.take()
+	}
+	synctest.Test(t, func(t *testing.T) { // of a route
+		f := set(t, nil)
+		f.fresh(true)
+		time.Sleep(5 * time.Minute)
+		tries(t, f, "left")
+		f.engine.set(having(map[string]string{renderChat: `{"token_ids":[1]}`}))
+		if got := f.fresh(true); got.Count != 1 {
+			t.Errorf("after a try that was given up: %+v of %q, want a token by render", got, f.engine.paths)
+		}
+	})
+	synctest.Test(t, func(t *testing.T) { // of a worker that rests
+		f := set(t, func(c *tokenize.Config) { c.Source = "tokenize" })
+		f.engine.set(always(500, ""))
+		for range 3 {
+			f.fresh(true)
+		}
+		time.Sleep(5 * time.Second)
+		tries(t, f, "left")
+		f.engine.set(always(200, threeTokens))
+		if got := f.fresh(true); got.Count != 3 {
+			t.Errorf("after a try that was given up: %+v, want 3 tokens", got)
+		}
+	})
+}
+
 // TestNextWorker: who rests, has no route or has enough to do is passed over.
 func TestNextWorker(t *testing.T) {
 	f := set(t, func(c *tokenize.Config) { c.Source = "tokenize" }, tokenize.Worker{ID: 1, Endpoint: "http://w1"}, tokenize.Worker{ID: 2, Endpoint: "http://w2"}, tokenize.Worker{ID: 3, Endpoint: "http://w3"})
