@@ -137,13 +137,13 @@ func (x *exchange) hash(k *prefix) {
 	}
 }
 
-// tokens returns the tokens of the prompt if they are known exactly, else nil. PromptTokens is as exact as
-// it can be from then on.
+// tokens returns the tokens of the prompt, or as many as are hashed, if they are known exactly, else nil.
+// PromptTokens is as exact as it can be from then on.
 func (x *exchange) tokens(k *prefix) []uint32 {
 	if x.scan.exactTokens() {
 		k.source = fromBody
 		var ok bool
-		if k.ids, ok = x.scan.appendIDs(k.ids[:0], x.body); ok {
+		if k.ids, ok = x.scan.appendIDs(k.ids[:0], x.body, maxPrefix*int(k.size)); ok {
 			return k.ids
 		}
 		return nil

@@ -123,8 +123,8 @@ func (t *transcript) medium(raw []byte) {
 }
 
 // appendIDs appends the token IDs of a prompt that consists of numbers, in one list or in a list within
-// it. It reports false if one of them can be none.
-func (s *scanned) appendIDs(dst []uint32, body []byte) (ids []uint32, ok bool) {
+// it: the first ones, so that dst has no more than most. It reports false if one of all can be none.
+func (s *scanned) appendIDs(dst []uint32, body []byte, most int) (ids []uint32, ok bool) {
 	c := cursor{b: body, i: s.promptsSpan.from}
 	ok = true
 	var list func() error
@@ -135,8 +135,11 @@ func (s *scanned) appendIDs(dst []uint32, body []byte) (ids []uint32, ok bool) {
 		digits, err := c.number()
 		id, bad := strconv.ParseUint(string(digits), 10, 32)
 		ok = ok && bad == nil
-		dst = append(dst, uint32(id))
+		if len(dst) < most {
+			dst = append(dst, uint32(id))
+		}
 		return err
 	}
-	return dst, list() == nil && ok
+	err := list()
+	return dst, ok && err == nil
 }

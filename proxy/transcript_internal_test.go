@@ -137,7 +137,8 @@ func nestedText(v any, depth int) bool {
 	return false
 }
 
-// TestAppendIDs has the prompts that consist of token IDs, and those that do not quite.
+// TestAppendIDs has the prompts that consist of token IDs, and those that do not quite. No more IDs are kept
+// than are asked for; those after them are looked at all the same.
 func TestAppendIDs(t *testing.T) {
 	for _, tt := range []struct {
 		prompt string
@@ -146,18 +147,19 @@ func TestAppendIDs(t *testing.T) {
 		{"[1,2,3]", "[1 2 3] true"},
 		{" [ [ 0 , 4294967295 ] ] ", "[0 4294967295] true"},
 		{"[4294967296]", "false"}, {"[1,-2]", "false"}, {"[1.0]", "false"}, {"[1e2]", "false"}, {"[1,null]", "false"}, {"[1,{}]", "false"},
+		{"[1,2,3,4,5]", "[1 2 3 4] true"}, {"[" + strings.Repeat("7,", 1<<20) + "7]", "[7 7 7 7] true"}, {"[1,2,3,4,-5]", "false"},
 	} {
 		s, bad := scan([]byte(`{"prompt":` + tt.prompt + `}`))
 		if bad != nil {
 			t.Fatal(bad)
 		}
-		ids, ok := s.appendIDs(nil, []byte(`{"prompt":`+tt.prompt+`}`))
+		ids, ok := s.appendIDs(nil, []byte(`{"prompt":`+tt.prompt+`}`), 4)
 		got := fmt.Sprint(ids, ok)
 		if !ok {
 			got = "false"
 		}
 		if got != tt.want {
-			t.Errorf("appendIDs of %s = %s, want %s", tt.prompt, got, tt.want)
+			t.Errorf("appendIDs of %.40s = %s, want %s", tt.prompt, got, tt.want)
 		}
 	}
 }
