@@ -45,7 +45,7 @@ func TestDocsNameFlagsThatExist(t *testing.T) {
 // TestDocsNameMetricsThatExist also checks dashboard and alert rules: a series that is misspelt
 // there is a panel without data, or an alert that never fires.
 func TestDocsNameMetricsThatExist(t *testing.T) {
-	demo := start(t, nil, "demo", "--http-port", "0", "--port", "0", "--queue-size", "10", "--router-mode", "kv")
+	demo := start(t, nil, "demo", "--http-port", "0", "--port", "0", "--queue-size", "10", "--router-mode", "kv", "--router-session-affinity-ttl-secs", "60")
 	url := demo.await(`Front end: (\S+)\n`)
 	text(t, post(t, url+"/v1/chat/completions", shortChat)) // some series begin with a model's first prompt
 	books := startSlotTracker(t)

@@ -170,7 +170,7 @@ func TestPrometheusSeesAnOverload(t *testing.T) {
 	sim := start(t, nil, "sim", "--port", "0", "--count", "2", "--kv-blocks", "128", "--max-num-seqs", "8")
 	front := start(t, nil, "frontend", "--http-port", "0", "--admin-addr", "127.0.0.1:0", "--scrape-interval", "100ms",
 		"--active-decode-blocks-threshold", "0.7", "--active-prefill-tokens-threshold", "2000",
-		"--queue-size", "4", "--queue-timeout", "100ms", "--workers", sim.await(`--workers: (\S+)\n`))
+		"--queue-size", "4", "--queue-timeout", "100ms", "--router-mode", "kv", "--router-session-affinity-ttl-secs", "60", "--workers", sim.await(`--workers: (\S+)\n`))
 	service, admin := front.await(`Front end: (\S+)\n`), front.await(`Admin: (\S+)\n`)
 	// Nobody listens there, so the worker is unhealthy and its scrapes fail.
 	if status, body := ask(t, "POST", admin+"/workers",
