@@ -52,7 +52,7 @@ func manners() []manner {
 		{name: "pipeline", many: 20, visit: pipeline},
 		{name: "leave a pipeline", many: 100, visit: leavePipeline},
 		{name: "never end a body", many: 200, visit: endlessTrickle, read: 500 * time.Millisecond},
-		{name: "send a body past the limit", many: 8, visit: endlessFlood, limit: 1, flood: true},
+		{name: "send a body past the limit", many: 8, visit: endlessFlood, limit: 1, flood: true, read: time.Minute},
 	}
 }
 
