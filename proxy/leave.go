@@ -18,6 +18,12 @@ import (
 type clients struct {
 	mu    sync.Mutex // guards the field below; no I/O is done while it is held
 	conns map[*clientConn]struct{}
+
+	// Scratch of look. It goes round ten times a second, and what that leaves to the garbage collector
+	// adds up to as much as the streams themselves.
+	round []*clientConn
+	left  bool
+	peek  func(fd uintptr) // sets left
 }
 
 // lookEvery is the time between two rounds of look. A client that has left is noticed within twice
@@ -42,23 +48,26 @@ func (l *clients) remove(c *clientConn) {
 
 // look ends the contexts of clients that have left, as net/http would, among those whose request has
 // been served since the last round. Like net/http it cannot tell those that have only stopped sending,
-// and notices nobody who has sent more than the request.
+// and notices nobody who has sent more than the request. One goroutine calls it.
 func (l *clients) look() {
+	if l.peek == nil {
+		l.peek = func(fd uintptr) { l.left = sockio.Ended(fd) }
+	}
 	l.mu.Lock()
-	var due []*clientConn
 	for c := range l.conns {
 		if c.presence.due() {
-			due = append(due, c)
+			l.round = append(l.round, c)
 		}
 	}
 	l.mu.Unlock()
-	for _, c := range due {
-		left := false
-		err := c.raw.Control(func(fd uintptr) { left = sockio.Ended(fd) })
-		if left || err != nil {
+	for _, c := range l.round {
+		l.left = false
+		if err := c.raw.Control(l.peek); l.left || err != nil {
 			c.requests.end()
 		}
 	}
+	clear(l.round) // it would keep connections in memory
+	l.round = l.round[:0]
 }
 
 // presence is whether the client of a request is still there, as far as that is asked for. The zero
