@@ -27,7 +27,7 @@ type group struct {
 type lane struct {
 	class  *class
 	group  *group
-	heap   ordered
+	heap   ordered[*Ticket]
 	tokens uint64 // that they cost
 	at     int    // in class.open, or closed
 }
@@ -255,65 +255,49 @@ func compareObjectives(a, b time.Time) int {
 	return a.Compare(b)
 }
 
-// ordered is a heap of tickets of one lane; the first to go is at its top.
-type ordered []*Ticket
+// queued is what a heap orders: it goes before others, and knows its place among them.
+type queued[T any] interface {
+	goesBefore(T) bool
+	moved(to int)
+}
+
+func (t *Ticket) goesBefore(u *Ticket) bool { return before(t, u) }
+func (t *Ticket) moved(to int)              { t.index = to }
+
+// A lane is ordered by its first request.
+func (l *lane) goesBefore(o *lane) bool { return before(l.heap[0], o.heap[0]) }
+func (l *lane) moved(to int)            { l.at = to }
+
+// ordered is a heap for container/heap; the first to go is at its top.
+type ordered[T queued[T]] []T
 
 // Len implements heap.Interface.
-func (h ordered) Len() int { return len(h) }
+func (h ordered[T]) Len() int { return len(h) }
 
 // Less implements heap.Interface.
-func (h ordered) Less(i, j int) bool { return before(h[i], h[j]) }
+func (h ordered[T]) Less(i, j int) bool { return h[i].goesBefore(h[j]) }
 
 // Swap implements heap.Interface.
-func (h ordered) Swap(i, j int) {
+func (h ordered[T]) Swap(i, j int) {
 	h[i], h[j] = h[j], h[i]
-	h[i].index, h[j].index = i, j
+	h[i].moved(i)
+	h[j].moved(j)
 }
 
 // Push implements heap.Interface.
-func (h *ordered) Push(x any) {
-	t := x.(*Ticket)
-	t.index = len(*h)
-	*h = append(*h, t)
+func (h *ordered[T]) Push(x any) {
+	v := x.(T)
+	v.moved(len(*h))
+	*h = append(*h, v)
 }
 
 // Pop implements heap.Interface.
-func (h *ordered) Pop() any {
+func (h *ordered[T]) Pop() any {
+	var none T
 	last := len(*h) - 1
-	t := (*h)[last]
-	(*h)[last] = nil
+	v := (*h)[last]
+	(*h)[last] = none
 	*h = (*h)[:last]
-	return t
-}
-
-// openLanes is a heap of lanes of one class by their first requests.
-type openLanes []*lane
-
-// Len implements heap.Interface.
-func (h openLanes) Len() int { return len(h) }
-
-// Less implements heap.Interface.
-func (h openLanes) Less(i, j int) bool { return before(h[i].heap[0], h[j].heap[0]) }
-
-// Swap implements heap.Interface.
-func (h openLanes) Swap(i, j int) {
-	h[i], h[j] = h[j], h[i]
-	h[i].at, h[j].at = i, j
-}
-
-// Push implements heap.Interface.
-func (h *openLanes) Push(x any) {
-	l := x.(*lane)
-	l.at = len(*h)
-	*h = append(*h, l)
-}
-
-// Pop implements heap.Interface.
-func (h *openLanes) Pop() any {
-	last := len(*h) - 1
-	l := (*h)[last]
-	(*h)[last] = nil
-	*h = (*h)[:last]
-	l.at = closed
-	return l
+	v.moved(closed)
+	return v
 }

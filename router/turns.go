@@ -45,7 +45,7 @@ type class struct {
 	deficit uint64 // tokens earned and not spent
 	n       int    // requests
 	lanes   map[*group]*lane
-	open    openLanes // those for whose requests there is room
+	open    ordered[*lane] // those for whose requests there is room
 }
 
 // maxQuantum is what no request costs more than; with less no sum overflows.
