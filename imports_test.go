@@ -48,7 +48,7 @@ var rooms = map[string]room{
 	"dispatch":        {shell, []string{"dispatch/budget"}},
 	"monitor":         {shell, []string{"wire", "busy", "tracker", "kvindex", "buckets"}},
 	"replica":         {shell, []string{"wire", "tracker"}},
-	"tokenize":        {shell, []string{"buckets"}},
+	"tokenize":        {shell, []string{"buckets", "proxy/upstream"}},
 	"httperr":         {shell, []string{"router"}},
 	"jsonhttp":        {shell, []string{"httperr"}},
 	"logline":         {shell, nil},
@@ -69,11 +69,16 @@ var rooms = map[string]room{
 }
 
 // private packages are part of another one, which alone may import them, with its other parts; tests
-// may import sim/engine too, to drive it in virtual time.
-var private = map[string]string{"proxy/upstream": "proxy", "proxy/sockio": "proxy", "sim/engine": "sim", "configs": "cmd/spillway"}
+// may import sim/engine too, to drive it in virtual time. Workers are asked for tokens in the same way as
+// for answers, so tokenize may have that client too.
+var private = map[string][]string{
+	"proxy/upstream": {"proxy", "tokenize"}, "proxy/sockio": {"proxy"}, "sim/engine": {"sim"}, "configs": {"cmd/spillway"},
+}
 
-// partOf tells whether a package is the other one or one of its parts.
-func partOf(pkg, owner string) bool { return pkg == owner || strings.HasPrefix(pkg, owner+"/") }
+// partOf tells whether a package is one of the others or part of one.
+func partOf(pkg string, owners []string) bool {
+	return slices.ContainsFunc(owners, func(owner string) bool { return pkg == owner || strings.HasPrefix(pkg, owner+"/") })
+}
 
 // allowed is what a package may import of this module.
 func allowed(pkg string) map[string]bool {
@@ -81,7 +86,7 @@ func allowed(pkg string) map[string]bool {
 	var add func(from string)
 	add = func(from string) {
 		for _, to := range rooms[from].imports {
-			if owner, ok := private[to]; (!ok || partOf(pkg, owner)) && !all[to] {
+			if owners, ok := private[to]; (!ok || partOf(pkg, owners)) && !all[to] {
 				all[to] = true
 				add(to)
 			}
@@ -185,7 +190,7 @@ func TestRooms(t *testing.T) {
 				t.Errorf("%s: imports %s, which is not in the list", pkg, to)
 			case r.layer > rooms[pkg].layer:
 				t.Errorf("%s: imports %s, which is above it", pkg, to)
-			case r.layer == shell && rooms[pkg].layer == shell && to != "httperr" && to != "jsonhttp" && (private[to] == "" || !partOf(pkg, private[to])):
+			case r.layer == shell && rooms[pkg].layer == shell && to != "httperr" && to != "jsonhttp" && !partOf(pkg, private[to]):
 				t.Errorf("%s: imports the shell package %s", pkg, to)
 			}
 		}
@@ -210,6 +215,9 @@ func TestAllowed(t *testing.T) {
 		{"worker", "busy", false, false},
 		{"replay", "sim", false, false},
 		{"monitor", "proxy/upstream", false, false},
+		{"tokenize", "proxy/upstream", true, true},
+		{"tokenize", "proxy/sockio", false, false},
+		{"tokenize", "proxy", false, false},
 		{"proxy/upstream", "proxy/sockio", true, true},
 		{"monitor", "proxy/sockio", false, false},
 		{"proxy", "configs", false, false},

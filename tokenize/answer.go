@@ -1,8 +1,10 @@
 package tokenize
 
 import (
+	"encoding/binary"
 	"errors"
 	"math"
+	"math/bits"
 	"sync"
 )
 
@@ -87,8 +89,7 @@ func (a *answer) one(c *cursor) bool {
 	}) && seen
 }
 
-// list reads an array of token IDs. A long prompt has thousands, so those that a comma follows, and no
-// white space surrounds, go a shorter way.
+// list reads an array of token IDs. A long prompt has thousands, so row reads most of them.
 func (a *answer) list(c *cursor) bool {
 	if !c.take('[') {
 		return false
@@ -114,28 +115,47 @@ func (a *answer) list(c *cursor) bool {
 	}
 }
 
-// row reads IDs as far as nothing but digits and a comma makes each, and leaves the rest.
+// row reads IDs as far as nothing but digits and a comma makes each, and leaves the rest: the last one,
+// and what lies too near to the end. It takes eight digits at a time.
 func (a *answer) row(c *cursor) {
-	const mostDigits = 10
-	b, i, ids := c.b, c.i, a.ids
-	for {
-		id, from := uint64(0), i
-		for i < len(b) {
-			d := b[i] - '0'
-			if d > 9 {
-				break
+	const (
+		all   = 0x0101010101010101
+		zeros = '0' * all
+	)
+	b, ids := c.b[c.i:], a.ids
+	for len(b) > maxDigits {
+		w := (*[maxDigits + 1]byte)(b)
+		digits := binary.LittleEndian.Uint64(w[:]) ^ zeros // those of them below 10 are digits
+		others := (digits + (0x80-10)*all | digits) & (0x80 * all)
+		var id uint64
+		var n int
+		if others != 0 {
+			n = bits.TrailingZeros64(others) / 8
+			id = eight(digits << (64 - 8*n)) // zeros before them
+		} else { // rarely, and where n need not be waited for
+			id, n = eight(digits), 8
+			for n < maxDigits && w[n]-'0' <= 9 {
+				id = id*10 + uint64(w[n]-'0')
+				n++
 			}
-			id = id*10 + uint64(d)
-			i++
 		}
-		digits := i - from
-		if digits == 0 || digits > mostDigits || digits > 1 && b[from] == '0' || id > math.MaxUint32 || i == len(b) || b[i] != ',' {
-			c.i, a.ids = from, ids
-			return
+		if n == 0 || w[n] != ',' || w[0] == '0' && n > 1 || id > math.MaxUint32 {
+			break
 		}
 		ids = append(ids, uint32(id))
-		i++
+		b = b[n+1:]
 	}
+	c.i, a.ids = len(c.b)-len(b), ids
+}
+
+// maxDigits is how many digits an ID has at most.
+const maxDigits = 10
+
+// eight is the number of eight decimal digits, one in each byte, the first one in the lowest.
+func eight(digits uint64) uint64 {
+	digits = (digits*10 + digits>>8) & 0x00ff00ff00ff00ff   // pairs of them
+	digits = (digits*100 + digits>>16) & 0x0000ffff0000ffff // pairs of pairs
+	return (digits*10000 + digits>>32) & 0x00000000ffffffff
 }
 
 // number reads a whole number of at most 18 digits, without leading zeros.

@@ -1,13 +1,10 @@
 package tokenize
 
 import (
-	"bytes"
 	"context"
 	"errors"
-	"io"
-	"net"
 	"net/http"
-	"sync"
+	"strconv"
 	"time"
 )
 
@@ -80,7 +77,7 @@ func (t *Tokenizer) ask(ctx context.Context, p *Prompt, r *reading) (Tokens, pro
 		if !to.fits(&w, p, r) || !s.route(to, p.Chat).begin(now) {
 			continue
 		}
-		tokens, res, err := t.call(ctx, &w, to, p, r)
+		tokens, res, err := t.call(ctx, s, &w, to, p, r)
 		t.metrics.calls[to][res].Inc()
 		proven := s.route(to, p.Chat).told(res, now)
 		switch res {
@@ -131,71 +128,37 @@ func (t *Tokenizer) choose(p *Prompt, r *reading, now time.Time) (w Worker, s *s
 	return w, s, why
 }
 
-// Bounds of an answer: room for a token of each byte that was sent, and for what a template adds.
-const (
-	answerBytes        = 1 << 20
-	answerBytesPerByte = 12
-	keptBuffer         = 1 << 20 // larger ones are left to the garbage collector
-)
-
-var buffers = sync.Pool{New: func() any { return new(bytes.Buffer) }}
-
 // call asks one route of one worker. err says more of what went wrong.
-func (t *Tokenizer) call(ctx context.Context, w *Worker, to route, p *Prompt, r *reading) (Tokens, result, error) {
+func (t *Tokenizer) call(ctx context.Context, s *server, w *Worker, to route, p *Prompt, r *reading) (Tokens, result, error) {
 	model := p.Served
 	if t.cfg.URL != "" {
 		model = p.Model
 	}
-	var body []byte // of its own: what sends it may go on for a while after the answer
+	l := letters.Get().(*letter)
+	defer l.release()
 	if to == toRender {
-		body = r.renderBody(p.Body, model)
+		l.body = r.appendRender(l.body[:0], p.Body, model)
 	} else {
-		body = r.tokenizeBody(model)
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, w.Endpoint+to.path(p.Chat), bytes.NewReader(body))
-	if err != nil {
-		return Tokens{}, failed, err
-	}
-	req.Header["Content-Type"] = jsonType
-	req.Header["User-Agent"] = userAgent
-	req.Header["Idempotency-Key"] = nil // not sent: tells net/http that it may ask again on another connection
-	if w.APIKey != "" {
-		req.Header.Set("Authorization", "Bearer "+w.APIKey)
+		l.body = r.appendTokenize(l.body[:0], model)
 	}
 	t.metrics.inflight.Inc()
 	defer t.metrics.inflight.Dec()
-	resp, err := t.http.Do(req)
+	status, err := t.post(s, ctx, w, to.path(p.Chat), l)
 	if err != nil {
-		return Tokens{}, resultOf(err), err
+		return Tokens{}, resultOf(ctx, err), err
 	}
-	defer resp.Body.Close()
-	if res := statusResult(resp.StatusCode); res != told {
-		io.CopyN(io.Discard, resp.Body, 64<<10) // so that the connection can be used again
-		return Tokens{}, res, errors.New("tokenize: answered " + resp.Status)
+	if res := statusResult(status); res != told {
+		return Tokens{}, res, errors.New("tokenize: answered " + strconv.Itoa(status))
 	}
-	buf := buffers.Get().(*bytes.Buffer)
-	defer func() {
-		if buf.Reset(); buf.Cap() <= keptBuffer {
-			buffers.Put(buf)
-		}
-	}()
-	limit := int64(answerBytes + answerBytesPerByte*len(body))
-	if n, err := buf.ReadFrom(io.LimitReader(resp.Body, limit+1)); err != nil {
-		return Tokens{}, resultOf(err), err
-	} else if n > limit {
+	if len(l.answer) > l.limit() {
 		return Tokens{}, invalid, errors.New("tokenize: the answer is too long")
 	}
-	tokens, err := answered(to, buf.Bytes(), r)
+	tokens, err := answered(to, l.answer, r)
 	if err != nil {
 		return Tokens{}, invalid, err
 	}
 	return tokens, told, nil
 }
-
-var (
-	jsonType  = []string{"application/json"}
-	userAgent = []string{"spillway"}
-)
 
 // statusResult is what a status means.
 func statusResult(status int) result {
@@ -210,31 +173,13 @@ func statusResult(status int) result {
 	return refused
 }
 
-func resultOf(err error) result {
-	var timeout net.Error
+func resultOf(ctx context.Context, err error) result {
+	until, limited := ctx.Deadline()
 	switch {
-	case errors.Is(err, context.DeadlineExceeded), errors.As(err, &timeout) && timeout.Timeout():
+	case errors.Is(err, context.DeadlineExceeded), limited && !time.Now().Before(until): // whatever noticed it first
 		return timedOut
 	case errors.Is(err, context.Canceled):
 		return abandoned
 	}
 	return failed
-}
-
-// newClient has connections of its own, so that no request for tokens waits for an answer to a
-// client, nor the other way round.
-func newClient() *http.Client {
-	return &http.Client{
-		Transport: &http.Transport{
-			DialContext:         (&net.Dialer{Timeout: mediaTimeout}).DialContext,
-			MaxIdleConnsPerHost: maxCalls,
-			// vLLM's server closes idle connections after 5 s; this side goes first.
-			IdleConnTimeout:        4 * time.Second,
-			MaxResponseHeaderBytes: 1 << 20,
-			DisableCompression:     true,     // numbers, from nearby
-			ReadBufferSize:         64 << 10, // IDs take three times the room of the text, and more
-			WriteBufferSize:        16 << 10,
-		},
-		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
-	}
 }

@@ -3,6 +3,7 @@ package tokenize
 import (
 	"encoding/binary"
 	"encoding/json"
+	"slices"
 
 	"github.com/zeebo/xxh3"
 )
@@ -240,10 +241,10 @@ func (t *Tokenizer) keyOf(p *Prompt, r *reading, generation uint64) key {
 	return key{h.Hi, h.Lo}
 }
 
-// renderBody is the client's body with the model's name in the place of the client's word for it.
-func (r *reading) renderBody(body []byte, model string) []byte {
+// appendRender appends the client's body with the model's name in the place of the client's word for it.
+func (r *reading) appendRender(b, body []byte, model string) []byte {
 	name := quoted(model)
-	b := make([]byte, 0, len(body)+len(name)+len(`"model":,`))
+	b = slices.Grow(b, len(body)+len(name)+len(`"model":,`))
 	if r.model[1] > 0 {
 		b = append(b, body[:r.model[0]]...)
 		b = append(b, name...)
@@ -256,14 +257,10 @@ func (r *reading) renderBody(body []byte, model string) []byte {
 	return append(b, body[r.first:]...)
 }
 
-// tokenizeBody has the fields that change the prompt, and no other. What the client has left out is
-// left out: the route's defaults are those of a request.
-func (r *reading) tokenizeBody(model string) []byte {
-	size := len(`{"model":}`) + len(model) + 16
-	for f, v := range r.values {
-		size += len(fieldNames[f]) + len(v) + len(`,"":`)
-	}
-	b := append(make([]byte, 0, size), `{"model":`...)
+// appendTokenize appends a body of the fields that change the prompt, and no other. What the client has
+// left out is left out: the route's defaults are those of a request.
+func (r *reading) appendTokenize(b []byte, model string) []byte {
+	b = append(b, `{"model":`...)
 	b = append(b, quoted(model)...)
 	for f, v := range r.values {
 		if v == nil || field(f) == truncatePromptTokens {
@@ -272,6 +269,7 @@ func (r *reading) tokenizeBody(model string) []byte {
 		if field(f) == prompt {
 			v = r.only()
 		}
+		b = slices.Grow(b, len(fieldNames[f])+len(v)+len(`,"":}`))
 		b = append(b, ',', '"')
 		b = append(b, fieldNames[f]...)
 		b = append(b, '"', ':')

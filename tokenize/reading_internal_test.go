@@ -3,7 +3,9 @@ package tokenize
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
 	"log/slog"
+	"math"
 	"slices"
 	"strings"
 	"testing"
@@ -57,22 +59,22 @@ func TestRead(t *testing.T) {
 			if ok != tt.ok || ok && (r.media != tt.media || r.prompts != tt.prompts) {
 				t.Fatalf("read(%s) = %v, media %v, %d prompts, want %v, %v, %d", tt.body, ok, r.media, r.prompts, tt.ok, tt.media, tt.prompts)
 			}
-			if got := string(r.tokenizeBody("w")); tt.sent != "" && got != tt.sent {
-				t.Errorf("tokenizeBody = %s\nwant %s", got, tt.sent)
+			if got := string(r.appendTokenize(nil, "w")); tt.sent != "" && got != tt.sent {
+				t.Errorf("appendTokenize = %s\nwant %s", got, tt.sent)
 			}
 		})
 	}
 }
 
-func TestRenderBody(t *testing.T) {
+func TestAppendRender(t *testing.T) {
 	for body, want := range map[string]string{
 		`{"messages":[],"model":"alias","n":1}`:       `{"messages":[],"model":"served/\"m\"","n":1}`,
 		`{"model" : "a" , "messages":[],"model":"b"}`: `{"model" : "a" , "messages":[],"model":"served/\"m\""}`,
 		` { "messages":[]}`:                           ` {"model":"served/\"m\"", "messages":[]}`,
 	} {
 		r, ok := read([]byte(body), true)
-		if got := string(r.renderBody([]byte(body), `served/"m"`)); !ok || got != want {
-			t.Errorf("renderBody(%s) = %s, want %s", body, got, want)
+		if got := string(r.appendRender(nil, []byte(body), `served/"m"`)); !ok || got != want {
+			t.Errorf("appendRender(%s) = %s, want %s", body, got, want)
 		}
 	}
 }
@@ -156,7 +158,7 @@ func FuzzRead(f *testing.F) {
 		if !ok {
 			return
 		}
-		for _, sent := range [][]byte{r.renderBody(body, "w"), r.tokenizeBody("w")} {
+		for _, sent := range [][]byte{r.appendRender(nil, body, "w"), r.appendTokenize(nil, "w")} {
 			var again map[string]json.RawMessage
 			if err := json.Unmarshal(sent, &again); err != nil && r.prompts == 1 {
 				t.Fatalf("of %s was made %s: %v", body, sent, err)
@@ -165,12 +167,12 @@ func FuzzRead(f *testing.F) {
 			}
 		}
 		var rendered map[string]json.RawMessage
-		if err := json.Unmarshal(r.renderBody(body, "w"), &rendered); err != nil {
+		if err := json.Unmarshal(r.appendRender(nil, body, "w"), &rendered); err != nil {
 			t.Fatal(err)
 		}
 		for name, want := range all {
 			if name != "model" && !bytes.Equal(rendered[name], want) {
-				t.Fatalf("renderBody(%s) has %s %s, want %s", body, name, rendered[name], want)
+				t.Fatalf("appendRender(%s) has %s %s, want %s", body, name, rendered[name], want)
 			}
 		}
 	})
@@ -245,7 +247,7 @@ func TestAnswered(t *testing.T) {
 func FuzzAnswered(f *testing.F) {
 	for _, seed := range []string{
 		`{"count":3,"tokens":[1,0,4294967295],"token_strs":null}`, `{"token_ids":[7,8],"features":{"a":[1]}}`, `[{"token_ids":[7]},{"token_ids":[9]}]`,
-		`{"tokens":[01]}`, `{"tokens":[1,]}`, `{"tok\u0065ns":[1],"count":1}`, `{"tokens":[1e2]}`, `[{"token_ids":[7]}`,
+		`{"tokens":[31999,128000,12345678,87654321,4294967295,4294967296,9999999999,1,2,3,4]}`, `{"tokens":[01]}`, `{"tokens":[1,]}`, `{"tok\u0065ns":[1],"count":1}`, `{"tokens":[1e2]}`, `[{"token_ids":[7]}`,
 	} {
 		f.Add([]byte(seed))
 	}
@@ -275,6 +277,31 @@ func FuzzAnswered(f *testing.F) {
 			}
 		}
 	})
+}
+
+// TestLists: IDs of all lengths, at all places of a word, in all company, are read as encoding/json reads
+// them, or not at all.
+func TestLists(t *testing.T) {
+	some := []string{"0", "7", "42", "815", "2048", "31999", "128000", "1048576", "10000000", "99999999", "123456789", "4294967295",
+		"4294967296", "9999999999", "12345678901", "00", "012", "00000000", "0123456789", "", "-1", "1.5", "1e3", "x", "1x", "12345678x", " 12", "\t5 ", "\x80", "1\xff"}
+	for _, odd := range some {
+		for _, usual := range []string{"1", "12345", "12345678", "4000000000"} {
+			for at := range 4 {
+				for behind := range 4 {
+					ids := slices.Repeat([]string{usual}, at+1+behind)
+					ids[at] = odd
+					list := "[" + strings.Join(ids, ",") + "]"
+					var want []uint32
+					good := json.Unmarshal([]byte(list), &want) == nil
+					var a answer
+					c := cursor{b: []byte(list)}
+					if ok := a.list(&c) && c.next() == 0; ok != good || ok && !slices.Equal(a.ids, want) {
+						t.Fatalf("list(%q) = %d, %v, want %d, %v", list, a.ids, ok, want, good)
+					}
+				}
+			}
+		}
+	}
 }
 
 // TestCacheAgreesWithModel compares the cache with a list that is searched from its end.
@@ -355,6 +382,28 @@ func BenchmarkRead(b *testing.B) {
 		if _, ok := read(body, true); !ok {
 			b.Fatal("unreadable")
 		}
+	}
+}
+
+func BenchmarkAnswered(b *testing.B) {
+	for _, most := range []uint32{128_000, math.MaxUint32} {
+		ids := make([]uint32, 8192)
+		for i := range ids {
+			ids[i] = uint32(uint64(i*2654435761) % uint64(most))
+		}
+		body, err := json.Marshal(map[string]any{"count": len(ids), "tokens": ids})
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.Run(fmt.Sprintf("below=%d", most), func(b *testing.B) {
+			b.SetBytes(int64(len(body)))
+			b.ReportAllocs()
+			for b.Loop() {
+				if got, err := answered(toTokenize, body, &reading{prompts: 1}); err != nil || len(got.IDs) != len(ids) {
+					b.Fatal(err)
+				}
+			}
+		})
 	}
 }
 

@@ -29,6 +29,7 @@ func (all *servers) of(id uint64, now time.Time) *server {
 	if s == nil {
 		for old, o := range all.known {
 			if now.Sub(time.Unix(0, o.used.Load())) > forgetServer && o.calls.Load() == 0 {
+				o.disconnect()
 				delete(all.known, old)
 			}
 		}
@@ -39,12 +40,22 @@ func (all *servers) of(id uint64, now time.Time) *server {
 	return s
 }
 
+// disconnect closes the connections that nobody uses.
+func (all *servers) disconnect() {
+	all.mu.Lock()
+	defer all.mu.Unlock()
+	for _, s := range all.known {
+		s.disconnect()
+	}
+}
+
 // server is what is remembered of one worker. It is safe for concurrent use.
 type server struct {
 	calls  atomic.Int32              // under way
 	used   atomic.Int64              // when it was last looked at, in Unix nanoseconds
 	health [2]health                 // with text alone, with images and the like
 	routes [numRoutes][2]routeMemory // of completions, of chats
+	link   atomic.Pointer[link]      // nil until the first call
 }
 
 // health is how a server has fared lately with one kind of prompt. What a worker has to fetch for an

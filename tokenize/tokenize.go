@@ -8,7 +8,6 @@ import (
 	"context"
 	"log/slog"
 	"math/rand/v2"
-	"net/http"
 	"sync"
 	"time"
 
@@ -57,7 +56,7 @@ type Tokenizer struct {
 	log     *slog.Logger
 	metrics *metrics
 	routes  []route
-	http    *http.Client
+	post    func(s *server, ctx context.Context, w *Worker, path string, l *letter) (status int, err error)
 	seed    uint64 // of keys, so that nobody can look for two prompts with one key
 
 	servers servers
@@ -83,7 +82,7 @@ type flight struct {
 // New returns a Tokenizer for a valid cfg whose Source asks somebody. Nothing runs between calls.
 func New(cfg Config, workers Workers, reg prometheus.Registerer, log *slog.Logger) *Tokenizer {
 	t := &Tokenizer{
-		cfg: cfg, workers: workers, log: log, routes: cfg.routes(), http: newClient(), seed: rand.Uint64(),
+		cfg: cfg, workers: workers, log: log, routes: cfg.routes(), post: (*server).post, seed: rand.Uint64(),
 		servers: servers{known: map[uint64]*server{}}, flights: map[key]*flight{}, models: map[partition]*model{},
 		cache: newCache(int64(cfg.CacheMB) << 20),
 	}
@@ -98,7 +97,7 @@ func New(cfg Config, workers Workers, reg prometheus.Registerer, log *slog.Logge
 func only(w Worker) Workers { return func(_ *Prompt, ask func(Worker) bool) { ask(w) } }
 
 // Close closes connections that nobody uses.
-func (t *Tokenizer) Close() { t.http.CloseIdleConnections() }
+func (t *Tokenizer) Close() { t.servers.disconnect() }
 
 // Tokenize returns what is known of a prompt, asking for it if need be: for up to half a second, or
 // five with images and the like. It returns early, with nothing, when ctx ends, unless others wait

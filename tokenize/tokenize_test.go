@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"slices"
@@ -30,8 +29,6 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 type engine struct {
 	mu     sync.Mutex
 	paths  []string // asked for, in order
-	bodies []string
-	heads  []http.Header
 	answer func(req *http.Request, body string) (status int, answer string)
 	delay  time.Duration
 	deaf   time.Duration // how long it takes to notice that a call was given up
@@ -43,7 +40,7 @@ func (e *engine) RoundTrip(req *http.Request) (*http.Response, error) {
 		return nil, err
 	}
 	e.mu.Lock()
-	e.paths, e.bodies, e.heads = append(e.paths, req.URL.Host+req.URL.Path), append(e.bodies, string(b)), append(e.heads, req.Header)
+	e.paths = append(e.paths, req.URL.Host+req.URL.Path)
 	delay, deaf, answer := e.delay, e.deaf, e.answer
 	e.mu.Unlock()
 	select {
@@ -63,7 +60,7 @@ func (e *engine) take() []string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	paths := e.paths
-	e.paths, e.bodies = nil, nil
+	e.paths = nil
 	return paths
 }
 
@@ -206,30 +203,6 @@ func TestSources(t *testing.T) {
 				if paths := strings.ReplaceAll(strings.Join(f.engine.take(), " "), "w/", "/"); paths != want {
 					t.Errorf("prompt %d: asked %q, want %q", i, paths, want)
 				}
-			}
-		})
-	}
-}
-
-// TestCalls: what is sent, and by which name.
-func TestCalls(t *testing.T) {
-	for _, tt := range []struct {
-		name      string
-		url, key  string
-		source    string
-		chat      bool
-		want, at  string
-		wantedKey string
-	}{
-		{"tokenize", "", "secret", "tokenize", true, `{"model":"served","messages":[{"role":"user","content":"x"}]}`, "w/base/tokenize", "Bearer secret"},
-		{"render", "", "", "render", true, `{"model":"served","messages":[{"role":"user","content":"x"}]}`, "w/base" + renderChat, ""},
-		{"a server beside", "http://aside/t/", "secret", "render", false, `{"model":"base","prompt":"x"}`, "aside/t" + renderCompletions, ""},
-	} {
-		t.Run(tt.name, func(t *testing.T) {
-			f := set(t, func(c *tokenize.Config) { c.Source, c.URL = tt.source, tt.url }, tokenize.Worker{ID: 1, Endpoint: "http://w/base", APIKey: tt.key})
-			f.ask(tt.chat, "x")
-			if e := f.engine; len(e.paths) != 1 || e.paths[0] != tt.at || e.bodies[0] != tt.want || e.heads[0].Get("Authorization") != tt.wantedKey || e.heads[0].Get("Content-Type") != "application/json" {
-				t.Errorf("asked %q %q %v, want %q %q", e.paths, e.bodies, e.heads, tt.at, tt.want)
 			}
 		})
 	}
@@ -755,50 +728,6 @@ func TestConfig(t *testing.T) {
 	}
 }
 
-// TestOverSockets asks a real server: its connections are used again, and a redirect is not followed.
-func TestOverSockets(t *testing.T) {
-	var conns, elsewhere atomic.Int32
-	other := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { elsewhere.Add(1) }))
-	defer other.Close()
-	srv := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		var body struct {
-			Prompt string `json:"prompt"`
-		}
-		if json.NewDecoder(r.Body).Decode(&body) != nil || r.URL.Path != "/tokenize" {
-			http.NotFound(w, r)
-			return
-		}
-		if body.Prompt == "away" {
-			http.Redirect(w, r, other.URL, http.StatusTemporaryRedirect)
-			return
-		}
-		ids := make([]uint32, len(body.Prompt))
-		_ = json.NewEncoder(w).Encode(map[string]any{"count": len(ids), "tokens": ids})
-	}))
-	srv.Config.ConnState = func(_ net.Conn, state http.ConnState) {
-		if state == http.StateNew {
-			conns.Add(1)
-		}
-	}
-	srv.Start()
-	defer srv.Close()
-	x := tokenize.New(tokenize.DefaultConfig(), func(_ *tokenize.Prompt, ask func(tokenize.Worker) bool) {
-		ask(tokenize.Worker{ID: 1, Endpoint: srv.URL})
-	}, prometheus.NewRegistry(), slog.New(slog.DiscardHandler))
-	defer x.Close()
-	for n := 1; n < 20; n++ {
-		if got := x.Tokenize(t.Context(), promptOf(false, strings.Repeat("x", n*100))); got.Count != uint64(n*100) || len(got.IDs) != n*100 {
-			t.Errorf("prompt %d: %d tokens, %d IDs, want %d", n, got.Count, len(got.IDs), n*100)
-		}
-	}
-	if got := x.Tokenize(t.Context(), promptOf(false, "away")); got.Count != 0 || elsewhere.Load() != 0 {
-		t.Errorf("a redirect was followed: %+v", got)
-	}
-	if n := conns.Load(); n != 1 {
-		t.Errorf("%d connections for calls one after another, want 1", n)
-	}
-}
-
 // TestHitAllocatesNothing: of a prompt that is remembered nothing is left to the garbage collector.
 func TestHitAllocatesNothing(t *testing.T) {
 	f := set(t, nil)
@@ -809,6 +738,11 @@ func TestHitAllocatesNothing(t *testing.T) {
 		t.Errorf("a hit allocates %v times, want 0", n)
 	}
 	f.prompts(t, "asked", 1)
+}
+
+// over is a Tokenizer that asks real servers.
+func over(cfg tokenize.Config, w tokenize.Worker) *tokenize.Tokenizer {
+	return tokenize.New(cfg, func(_ *tokenize.Prompt, ask func(tokenize.Worker) bool) { ask(w) }, prometheus.NewRegistry(), slog.New(slog.DiscardHandler))
 }
 
 func BenchmarkTokenize(b *testing.B) {
@@ -825,9 +759,7 @@ func BenchmarkTokenize(b *testing.B) {
 			_, _ = io.Copy(io.Discard, r.Body)
 			_, _ = w.Write(answer)
 		}))
-		x := tokenize.New(tokenize.Config{Source: "tokenize", MaxBytes: 1 << 20, CacheMB: 64}, func(_ *tokenize.Prompt, ask func(tokenize.Worker) bool) {
-			ask(tokenize.Worker{ID: 1, Endpoint: srv.URL})
-		}, prometheus.NewRegistry(), slog.New(slog.DiscardHandler))
+		x := over(tokenize.Config{Source: "tokenize", MaxBytes: 1 << 20, CacheMB: 64}, tokenize.Worker{ID: 1, Endpoint: srv.URL})
 		p := promptOf(true, strings.Repeat("It was a dark and stormy night. ", size/32))
 		b.Run(fmt.Sprintf("hit/%dkB", size>>10), func(b *testing.B) {
 			x.Tokenize(b.Context(), p)
