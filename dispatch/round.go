@@ -77,6 +77,9 @@ func (d *Dispatcher) round(ctx context.Context, g *group) error {
 	dec := g.budget.Decide(now)
 	d.tell(g, dec)
 	open := dec.State == budget.Open
+	if !open {
+		g.patience.Pause(now)
+	}
 	if !open || dec.Allowed == 0 && g.budget.Unit() == budget.Requests {
 		for _, q := range g.queues {
 			if q.depth.Load().pending > 0 {
@@ -227,7 +230,7 @@ func (d *Dispatcher) choose(g *group, dec budget.Decision, all []head, now time.
 			continue
 		}
 		if h.weight > left {
-			if len(chosen) == 0 && g.patience.Wait(h.queue.Name+h.m.gid, true, now) >= oversizePatience && dec.InFlight == 0 {
+			if len(chosen) == 0 && g.patience.Wait(h.queue.Name+h.m.gid, now) >= oversizePatience && dec.InFlight == 0 {
 				h.queue.oversize.Add(1)
 				g.patience.Reset()
 				return []head{h}

@@ -338,17 +338,22 @@ func TestPatience(t *testing.T) {
 		want time.Duration
 	}{
 		{0, "a", true, 0}, {10, "a", true, 10 * time.Second},
-		{20, "a", false, 20 * time.Second}, // it was open until now
+		{20, "a", false, 0}, // it was open until now
+		{25, "", false, 0},
 		{30, "a", true, 20 * time.Second},
 		{35, "a", true, 25 * time.Second},
 		{36, "b", true, 0}, {40, "b", true, 4 * time.Second}, {41, "a", true, 0},
 	} {
-		if got := p.Wait(step.id, step.open, at(step.at)); got != step.want {
-			t.Errorf("at %v s: Wait(%s, %v) = %v, want %v", step.at, step.id, step.open, got, step.want)
+		if !step.open {
+			p.Pause(at(step.at))
+			continue
+		}
+		if got := p.Wait(step.id, at(step.at)); got != step.want {
+			t.Errorf("at %v s: Wait(%s) = %v, want %v", step.at, step.id, got, step.want)
 		}
 	}
 	p.Reset()
-	if got := p.Wait("a", true, at(50)); got != 0 {
+	if got := p.Wait("a", at(50)); got != 0 {
 		t.Errorf("Wait after Reset = %v, want 0", got)
 	}
 }

@@ -10,20 +10,23 @@ type Patience struct {
 	last   time.Time // zero if the gate was not open then
 }
 
-// Wait notes that the request is too large now, with the gate open or not, and returns how long it
-// has been. Another request starts anew.
-func (p *Patience) Wait(id string, open bool, now time.Time) time.Duration {
+// Wait notes that the request is too large now, with the gate open, and returns how long it has been.
+// Another request starts anew.
+func (p *Patience) Wait(id string, now time.Time) time.Duration {
 	if p.id != id {
 		*p = Patience{id: id}
 	}
+	p.Pause(now)
+	p.last = now
+	return p.waited
+}
+
+// Pause is for times at which the gate is closed, until the next Wait: they do not count.
+func (p *Patience) Pause(now time.Time) {
 	if !p.last.IsZero() {
 		p.waited += max(0, now.Sub(p.last))
 	}
 	p.last = time.Time{}
-	if open {
-		p.last = now
-	}
-	return p.waited
 }
 
 // Reset is for rounds in which no head is too large.
