@@ -44,6 +44,7 @@ type Config struct {
 	PrometheusURL    string        `koanf:"prometheus-url" usage:"Prometheus that gates ask"`
 	MetricsPoll      time.Duration `koanf:"metrics-poll-interval" usage:"how often it is asked"`
 	BacklogPoll      time.Duration `koanf:"metrics-backlog-poll-interval" usage:"how often queues are measured; 0 is off"`
+	BudgetLog        time.Duration `koanf:"budget-log-interval" usage:"how often the log tells of each budget while something is queued or in flight; 0 is off"`
 	MaxSampleAge     time.Duration `koanf:"max-sample-age" usage:"age at which a sample from Prometheus is believed no longer; of scraped ones a sixth of it"`
 	OverloadCooldown time.Duration `koanf:"overload-cooldown" usage:"shortest time a gate stays closed after a refusal where no reading can end that"`
 	OverloadExempt   []string      `koanf:"overload-exempt-reasons" usage:"reasons of refusals that say nothing of load"`
@@ -84,7 +85,7 @@ func DefaultConfig() Config {
 		TransportKind: "redis-sortedset", Concurrency: 64, Host: "0.0.0.0", Port: 8093, HealthPort: 8081, MetricsPort: 9090,
 		RequestTimeout: 5 * time.Minute, DrainTimeout: 2 * time.Minute, MaxAttempts: 10, MaxResponseBytes: 32 << 20,
 		StreamPolicy: "force_off", ResultExtras: true, ResultPrecedence: "message",
-		MetricsPoll: 2 * time.Second, BacklogPoll: 15 * time.Second, MaxSampleAge: 30 * time.Second,
+		MetricsPoll: 2 * time.Second, BacklogPoll: 15 * time.Second, BudgetLog: 10 * time.Second, MaxSampleAge: 30 * time.Second,
 		OverloadCooldown: 5 * time.Second, OverloadExempt: []string{"rejected-context-cancelled", "rejected-shutting-down"},
 		LeaseTTL: time.Minute, ReapInterval: 5 * time.Second, MaxDeliveries: 5, DeadLetterMax: 10000, CancelPoll: time.Second,
 		ResultHoldMax: 10 * time.Minute, RefuseHold: time.Second, PoolWaitMax: 10 * time.Second,
@@ -128,7 +129,7 @@ func (c Config) Validate() error {
 	if c.LeaseTTL < time.Second {
 		fail("lease-ttl", "%v is below 1s", c.LeaseTTL)
 	}
-	for key, d := range map[string]time.Duration{"drain-timeout": c.DrainTimeout, "metrics-backlog-poll-interval": c.BacklogPoll} {
+	for key, d := range map[string]time.Duration{"drain-timeout": c.DrainTimeout, "metrics-backlog-poll-interval": c.BacklogPoll, "budget-log-interval": c.BudgetLog} {
 		if d < 0 {
 			fail(key, "%v is negative", d)
 		}

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"log/slog"
 	"maps"
 	"time"
 
@@ -362,6 +363,20 @@ func (d *Dispatcher) done(l *lease, g *grant) {
 func (d *Dispatcher) tell(g *group, dec budget.Decision) {
 	if closed := dec.State != budget.Open; closed != g.closed {
 		g.closed = closed
-		d.log.Info("gate", "group", g.name, "state", dec.State.String(), "d", dec.D, "b", dec.B, "max_sys", dec.MaxSys, "n", dec.N, "ledger", dec.Ledger)
+		d.log.Info("gate", g.tells(dec)...)
+	}
+}
+
+// tells is a decision for the log.
+func (g *group) tells(dec budget.Decision) []any {
+	number := func(key string, v float64) slog.Attr {
+		if known(v) == nil {
+			return slog.String(key, "unknown")
+		}
+		return slog.Float64(key, v)
+	}
+	return []any{
+		"group", g.name, "state", dec.State.String(), number("d", dec.D), "b", dec.B, number("max_sys", dec.MaxSys), "n", dec.N,
+		"ledger", dec.Ledger, "in_flight", dec.InFlight, "allowed", dec.Allowed,
 	}
 }

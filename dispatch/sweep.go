@@ -112,7 +112,7 @@ func (d *Dispatcher) sweeps(ctx context.Context) {
 	defer poll.Stop()
 	// Owners that live come first after an outage.
 	grace := func(now time.Time) time.Time { return now.Add(2 * d.cfg.LeaseTTL / 3) }
-	reap, sweep, measure := grace(time.Now()), time.Now(), time.Now()
+	reap, sweep, measure, report := grace(time.Now()), time.Now(), time.Now(), time.Now()
 	away, told := false, time.Time{}
 	for {
 		now := time.Now()
@@ -131,6 +131,12 @@ func (d *Dispatcher) sweeps(ctx context.Context) {
 		if failed == nil && d.cfg.BacklogPoll > 0 && !now.Before(measure) {
 			failed = d.measure(ctx)
 			measure = now.Add(min(d.cfg.BacklogPoll, time.Minute))
+		}
+		if failed == nil && d.cfg.BudgetLog > 0 && !now.Before(report) {
+			if failed = d.measure(ctx); failed == nil {
+				d.report(now)
+			}
+			report = now.Add(d.cfg.BudgetLog)
 		}
 		if failed != nil && ctx.Err() == nil {
 			d.metrics.redisErrors.Add(1)
@@ -268,6 +274,27 @@ func (d *Dispatcher) measure(ctx context.Context) error {
 		q.depth.Store(&found)
 	}
 	return nil
+}
+
+// report logs the budgets of queues that hold something, so that what was free, and what became of it,
+// can be computed from the log: requests, retries and sheds count from the start.
+func (d *Dispatcher) report(now time.Time) {
+	for _, g := range d.groups {
+		var pending, delayed, leased int64
+		var first, retried, succeeded, shed uint64
+		for _, q := range g.queues {
+			depth := q.depth.Load()
+			pending, delayed, leased = pending+depth.pending, delayed+depth.delayed, leased+depth.leased
+			first, retried = first+q.first.Load(), retried+q.retried.Load()
+			succeeded, shed = succeeded+q.outcomes[outcomeSuccess].Load(), shed+q.outcomes[outcomeShed].Load()
+		}
+		dec := g.budget.Decide(now)
+		if pending+delayed+leased == 0 && dec.InFlight == 0 {
+			continue
+		}
+		d.log.Info("budget", append(g.tells(dec), "pending", pending, "delayed", delayed,
+			"requests", first, "retries", retried, "successful", succeeded, "shed", shed)...)
+	}
 }
 
 // importRetries takes over what llm-d's processor has put aside.
