@@ -136,6 +136,8 @@ type Frontend struct {
 	Serving Serving        `koanf:",squash"`
 	Replica replica.Config `koanf:",squash"`
 	Sharing Sharing        `koanf:",squash"`
+
+	DispatchFile string `koanf:"dispatch" usage:"YAML file of the settings of a dispatcher of batch requests, by the same keys as the flags of spillway dispatch, to run in this process"`
 }
 
 // Ineffective tells of settings that are set to no effect.

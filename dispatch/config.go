@@ -6,6 +6,8 @@ package dispatch
 
 import (
 	"bytes"
+	"cmp"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -64,6 +66,23 @@ type Config struct {
 	TLSKey        string        `koanf:"tls-key" usage:"file of its key"`
 	TLSInsecure   bool          `koanf:"tls-insecure-skip-verify" usage:"trust any certificate of the gateway"`
 	Prometheus    HTTPAuth      `koanf:",squash"`
+
+	Inside *Inside `koanf:"-" json:"-"` // nil in a process of its own
+}
+
+// Inside is what a dispatcher knows of the front end in whose process it runs.
+type Inside struct {
+	URL string // where queues without an igw_base_url send their requests
+	// Capacity measures a pool. It must not block for longer than a moment.
+	Capacity func(ctx context.Context, pool string) (Capacity, error)
+}
+
+// Capacity is how full a pool is, and how large.
+type Capacity struct {
+	Fullness         float64 // 1 - D
+	ReadyEndpoints   int
+	Requests, Tokens uint64 // what all of them take, 0 if unknown
+	Time             time.Time
 }
 
 // HTTPAuth is how a source of metrics is asked.
@@ -237,7 +256,7 @@ func (c Config) transport(getenv func(string) string) (*Transport, error) {
 	}
 	seen := map[string]bool{}
 	for _, q := range t.Queues {
-		if err := q.complete(); err != nil {
+		if err := q.complete(c.Inside); err != nil {
 			return nil, fmt.Errorf("transport-config: queue %q: %w", q.Name, err)
 		}
 		if seen["i"+q.ID] || seen["n"+q.Name] {
@@ -248,15 +267,20 @@ func (c Config) transport(getenv func(string) string) (*Transport, error) {
 	return t, nil
 }
 
-func (q *Queue) complete() error {
+func (q *Queue) complete(inside *Inside) error {
 	if q.Name == "" {
 		return errors.New("queue_name is missing")
+	}
+	kind := "constant"
+	if inside != nil {
+		kind = "spillway"
+		q.BaseURL = cmp.Or(q.BaseURL, inside.URL)
 	}
 	var err error
 	if q.base, err = url.Parse(q.BaseURL); err != nil || q.base.Scheme != "http" && q.base.Scheme != "https" || q.base.Host == "" {
 		return fmt.Errorf("igw_base_url %q is no http or https URL", q.BaseURL)
 	}
-	for _, d := range []struct{ to, def *string }{{&q.ID, &q.Name}, {&q.Path, new("/v1/completions")}, {&q.PoolID, new("default")}, {&q.GateType, new("constant")}} {
+	for _, d := range []struct{ to, def *string }{{&q.ID, &q.Name}, {&q.Path, new("/v1/completions")}, {&q.PoolID, new("default")}, {&q.GateType, &kind}} {
 		if *d.to == "" {
 			*d.to = *d.def
 		}

@@ -59,6 +59,17 @@ func newGateway(t testing.TB, says func(w http.ResponseWriter, r *http.Request, 
 	return g
 }
 
+// holding answers when the channel is closed.
+func holding(until <-chan struct{}) func(http.ResponseWriter, *http.Request, string) {
+	return func(w http.ResponseWriter, r *http.Request, body string) {
+		select {
+		case <-until:
+		case <-r.Context().Done():
+		}
+		_, _ = io.WriteString(w, body)
+	}
+}
+
 func (g *gateway) sent() []string {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -74,6 +85,7 @@ type running struct {
 	t    testing.TB
 	reg  *prometheus.Registry
 	stop func() // and wait for the end
+	logs func() string
 }
 
 // setup is what a test changes.
@@ -140,7 +152,11 @@ func begin(t testing.TB, r *server, with setup, queues ...queueDoc) *running {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	go func() { ended <- d.Run(ctx) }()
-	run := &running{Dispatcher: d, t: t, reg: reg}
+	run := &running{Dispatcher: d, t: t, reg: reg, logs: func() string {
+		mu.Lock()
+		defer mu.Unlock()
+		return log.String()
+	}}
 	run.stop = sync.OnceFunc(func() {
 		cancel()
 		select {
@@ -162,9 +178,7 @@ func begin(t testing.TB, r *server, with setup, queues ...queueDoc) *running {
 	t.Cleanup(func() {
 		run.stop()
 		if t.Failed() {
-			mu.Lock()
-			defer mu.Unlock()
-			t.Logf("dispatcher:\n%s", log.String())
+			t.Logf("dispatcher:\n%s", run.logs())
 		}
 	})
 	return run

@@ -307,19 +307,27 @@ func (b *builder) scrape(p *params, _ int) (*gate, error) {
 const spillwayEvery = 250 * time.Millisecond
 
 func (b *builder) spillway(p *params, _ int) (*gate, error) {
-	pool, endpoint := p.required("pool"), p.required("endpoint")
-	u, err := url.Parse(endpoint)
-	if err != nil || u.Host == "" {
-		return nil, fmt.Errorf("endpoint: %q is no URL", endpoint)
-	}
+	pool, endpoint := p.required("pool"), p.text("endpoint", "")
 	s, per, fixed := b.rule(p, 0.05)
-	b.accounting(p, &s, time.Second)
+	lag := time.Second
+	size := sizing{unit: s.Rule.Unit, per: per, maxSys: fixed}
+	var r reader
+	if endpoint == "" && b.cfg.Inside != nil {
+		lag = 0
+		r = insideReader{b.cfg.Inside.Capacity, pool, size}
+	} else {
+		u, err := url.Parse(endpoint)
+		if err != nil || u.Host == "" {
+			return nil, fmt.Errorf("endpoint: %q is no URL", endpoint)
+		}
+		u = u.JoinPath("internal/capacity")
+		u.RawQuery = url.Values{"pool": {pool}}.Encode()
+		r = &capacityReader{asker: b.metrics, url: u.String(), size: size}
+	}
+	b.accounting(p, &s, lag)
 	if _, given := p.values["max_sample_age"]; !given {
 		s.MaxAge = b.cfg.MaxSampleAge / 6
 	}
-	u = u.JoinPath("internal/capacity")
-	u.RawQuery = url.Values{"pool": {pool}}.Encode()
-	r := &capacityReader{asker: b.metrics, url: u.String(), unit: s.Rule.Unit, per: per, maxSys: fixed}
 	return &gate{pool: pool, inputs: []input{{source: s, reader: r, every: spillwayEvery, per: per}}}, nil
 }
 

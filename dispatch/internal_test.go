@@ -183,7 +183,7 @@ func TestGates(t *testing.T) {
 		{"composite", `{"gates":[{"gate_type":"nothing"}]}`, "entry 1"},
 		{"wait-on-refuse", `{"gate":{"gate_type":"local-max-concurrency","gate_params":{"limit":"3"}}}`, ""},
 		{"tier-priority-admission", `{"saturation_gate":"local-max-concurrency","saturation_gate_params":{"limit":1}}`, ""},
-		{"spillway", `{"pool":"p"}`, "endpoint"},
+		{"spillway", `{"pool":"p"}`, "endpoint: \"\" is no URL"},
 		{"spillway", `{"pool":"p","endpoint":"http://front:8000"}`, ""},
 		{"endpoint-scrape", `{"url":"http://a","metric":"m","labels":{"a":"b"},"max_count_per_pod":"5"}`, ""},
 	} {

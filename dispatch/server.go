@@ -36,7 +36,7 @@ func (d *Dispatcher) Serve(ctx context.Context, doors Doors, reg *prometheus.Reg
 	for _, s := range []struct {
 		ln net.Listener
 		h  http.Handler
-	}{{doors.API, d.api()}, {doors.Health, health}, {doors.Metrics, pages}} {
+	}{{doors.API, d.Handler()}, {doors.Health, health}, {doors.Metrics, pages}} {
 		srv := &http.Server{Handler: s.h, ReadHeaderTimeout: 10 * time.Second, ReadTimeout: time.Minute, IdleTimeout: time.Minute, MaxHeaderBytes: 64 << 10}
 		servers = append(servers, srv)
 		go func() { served <- srv.Serve(s.ln) }()
@@ -85,8 +85,9 @@ func (d *Dispatcher) readyz(w http.ResponseWriter, r *http.Request) {
 	send(w, 200, map[string]string{"status": "ready"})
 }
 
-// api serves what people and other programs ask of the dispatcher.
-func (d *Dispatcher) api() http.Handler {
+// Handler serves what people and other programs ask of the dispatcher, below /internal/dispatch/. It
+// asks for the API key, if there is one.
+func (d *Dispatcher) Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /internal/dispatch/status", d.showStatus)
 	mux.HandleFunc("GET /internal/dispatch/dead", d.listDead)

@@ -272,10 +272,8 @@ func (p *promReader) size(ctx context.Context) (float64, error) {
 // capacityReader asks a Spillway front end.
 type capacityReader struct {
 	*asker
-	url    string // of /internal/capacity
-	unit   budget.Unit
-	per    float64 // of an endpoint, in units that the front end does not tell
-	maxSys float64 // fixed capacity, or NaN
+	url  string // of /internal/capacity
+	size sizing
 }
 
 func (c *capacityReader) read(ctx context.Context) (budget.Reading, error) {
@@ -290,10 +288,10 @@ func (c *capacityReader) read(ctx context.Context) (budget.Reading, error) {
 		return budget.Reading{}, err
 	}
 	var v struct {
-		Fullness *float64           `json:"fullness"`
-		Ready    *float64           `json:"ready_endpoints"`
-		Capacity map[string]float64 `json:"capacity"`
-		Time     int64              `json:"sample_time_ms"`
+		Fullness *float64 `json:"fullness"`
+		Ready    *int     `json:"ready_endpoints"`
+		Capacity struct{ Requests, Tokens uint64 }
+		Time     int64 `json:"sample_time_ms"`
 	}
 	if err := json.Unmarshal(body, &v); err != nil {
 		return budget.Reading{}, err
@@ -301,17 +299,44 @@ func (c *capacityReader) read(ctx context.Context) (budget.Reading, error) {
 	if v.Fullness == nil || v.Ready == nil || v.Time == 0 {
 		return budget.Reading{}, errors.New("fullness, ready_endpoints or sample_time_ms is missing")
 	}
-	r := budget.Reading{D: 1 - *v.Fullness, Time: time.UnixMilli(v.Time)}
-	switch {
-	case *v.Ready <= 0:
-	case !math.IsNaN(c.maxSys):
-		r.MaxSys = c.maxSys
-	case c.unit == budget.Bytes || v.Capacity[c.unit.String()] == 0:
-		r.MaxSys = *v.Ready * c.per
-	default:
-		r.MaxSys = v.Capacity[c.unit.String()]
+	return c.size.reading(Capacity{*v.Fullness, *v.Ready, v.Capacity.Requests, v.Capacity.Tokens, time.UnixMilli(v.Time)}), nil
+}
+
+// insideReader asks the front end of this process.
+type insideReader struct {
+	capacity func(context.Context, string) (Capacity, error)
+	pool     string
+	size     sizing
+}
+
+func (i insideReader) read(ctx context.Context) (budget.Reading, error) {
+	c, err := i.capacity(ctx, i.pool)
+	if err != nil {
+		return budget.Reading{}, err
 	}
-	return r, nil
+	return i.size.reading(c), nil
+}
+
+// sizing is how max_SYS is made of what a front end tells.
+type sizing struct {
+	unit   budget.Unit
+	per    float64 // of an endpoint, in units that the front end does not tell
+	maxSys float64 // fixed capacity, or NaN
+}
+
+func (s sizing) reading(c Capacity) budget.Reading {
+	r := budget.Reading{D: 1 - c.Fullness, Time: c.Time}
+	told := map[budget.Unit]uint64{budget.Requests: c.Requests, budget.Tokens: c.Tokens}[s.unit]
+	switch {
+	case c.ReadyEndpoints <= 0:
+	case !math.IsNaN(s.maxSys):
+		r.MaxSys = s.maxSys
+	case told == 0:
+		r.MaxSys = float64(c.ReadyEndpoints) * s.per
+	default:
+		r.MaxSys = float64(told)
+	}
+	return r
 }
 
 // scrapeReader reads a metrics page.

@@ -51,6 +51,38 @@ func (s *Server) administer(t *routeTable) {
 	}
 }
 
+// Mount has h answer GET and POST at a pattern such as /internal/x/*, at the admin address if there is one.
+// h asks for credentials itself. A body may take ClientReadTimeout. To be called before Run.
+func (s *Server) Mount(pattern string, h http.Handler) error {
+	for _, method := range []string{http.MethodGet, http.MethodPost} {
+		s.operators.add(method, pattern, s.quiet(func(c echo.Context) error {
+			if req := c.Request(); req.ContentLength != 0 {
+				rc := http.NewResponseController(c.Response().Writer)
+				_ = rc.SetReadDeadline(time.Now().Add(s.cfg.ClientReadTimeout)) // see readSmall
+				req.Body = timedBody{req.Body, rc}
+			}
+			h.ServeHTTP(c.Response(), c.Request())
+			return nil
+		}))
+	}
+	return s.operators.err
+}
+
+// timedBody is a body with a deadline, which must not hit who waits for the answer.
+type timedBody struct {
+	io.ReadCloser
+	conn *http.ResponseController
+}
+
+// Read ends the deadline with the body.
+func (b timedBody) Read(p []byte) (int, error) {
+	n, err := b.ReadCloser.Read(p)
+	if err != nil {
+		_ = b.conn.SetReadDeadline(time.Time{})
+	}
+	return n, err
+}
+
 // readSmall reads the JSON body of an admin route, of at most limit bytes.
 func (s *Server) readSmall(c echo.Context, limit int64, tooLarge string) ([]byte, *adminError) {
 	if !jsonContent(c.Request().Header.Get("Content-Type")) {

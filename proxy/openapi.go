@@ -14,8 +14,9 @@ var docsPage string
 // summaries describe the routes in the OpenAPI document; a route without one is still listed.
 var summaries = map[string]string{
 	"/health": "Readiness, as Dynamo's front end has it", "/live": "Liveness", "/ready": "Readiness for load balancers",
-	"/internal/capacity": "How full a pool of workers is; waits for news with after=SEQ",
-	"/metrics":           "Prometheus metrics", "/busy_threshold": "Thresholds above which a worker is busy",
+	"/internal/capacity":      "How full a pool of workers is; waits for news with after=SEQ",
+	"/internal/dispatch/{id}": "The dispatcher of batch requests: status, submit, results, cancel, dead",
+	"/metrics":                "Prometheus metrics", "/busy_threshold": "Thresholds above which a worker is busy",
 	"/v1/chat/completions": "Chat completion, streamed or not", "/v1/completions": "Completion, streamed or not",
 	"/v1/responses": "Response, streamed or not", "/v1/messages": "Message by Anthropic's API, streamed or not",
 	"/v1/messages/count_tokens": "Length of a prompt by Anthropic's API",

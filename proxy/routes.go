@@ -56,9 +56,11 @@ func (s *Server) routes() error {
 	s.public = t.echo
 	if s.cfg.AdminAddr == "" {
 		s.operate(t)
+		s.operators = t
 		return t.err
 	}
 	admin := s.newTable()
+	s.operators = admin
 	s.operate(admin)
 	s.administer(admin)
 	s.admin = admin.echo

@@ -44,6 +44,7 @@ type Server struct {
 	log          *slog.Logger
 	public       *echo.Echo
 	admin        *echo.Echo  // nil if there is no admin address
+	operators    *routeTable // of the one of the two that is for operators
 	tls          *tls.Config // nil if TLS is not served
 	apiKey       secret
 	adminToken   secret

@@ -1,11 +1,13 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
 	"net"
-	"os"
+	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -42,7 +44,7 @@ var dispatchWitness func(dispatch.Step, string)
 
 func runDispatch(ctx context.Context, p process, cfg configs.Dispatch, log *slog.Logger) error {
 	metrics := newRegistry()
-	d, err := dispatch.New(cfg.Dispatch, os.Getenv, metrics, log)
+	d, err := dispatch.New(cfg.Dispatch, p.getenv, metrics, log)
 	if err != nil {
 		return err
 	}
@@ -59,4 +61,43 @@ func runDispatch(ctx context.Context, p process, cfg configs.Dispatch, log *slog
 	}
 	defer easeCollector()()
 	return serveFed(ctx, d.Run, func(ctx context.Context) error { return d.Serve(ctx, doors, metrics) })
+}
+
+// beforeTheCut is how long before a front end cuts what has not ended its dispatcher takes its own back.
+const beforeTheCut = 500 * time.Millisecond
+
+// newInnerDispatcher makes the dispatcher of a front end's own process, and has it answer at the front
+// end's operators' address. url is where the front end can be reached.
+func newInnerDispatcher(p process, cfg configs.Frontend, f *frontend, url string, log *slog.Logger) (*dispatch.Dispatcher, error) {
+	inner, warnings, err := configs.Load(configs.InnerDispatch{Dispatch: configs.DefaultDispatch()}, cfg.DispatchFile, func() []string { return nil }, nil)
+	if err != nil {
+		return nil, err
+	}
+	for _, w := range warnings {
+		log.Warn("setting of the dispatcher not used", "setting", w)
+	}
+	c, front := inner.Dispatch.Dispatch, cfg.Serving.Proxy
+	c.APIKey = cmp.Or(c.APIKey, front.AdminToken, front.APIKey)
+	c.DrainTimeout = max(0, min(c.DrainTimeout, front.DrainDelay+front.DrainTimeout-beforeTheCut))
+	c.Inside = &dispatch.Inside{URL: url, Capacity: func(ctx context.Context, pool string) (dispatch.Capacity, error) {
+		now, err := f.server.Capacity(ctx, pool, 0)
+		return dispatch.Capacity{
+			Fullness: now.Fullness, ReadyEndpoints: now.ReadyEndpoints, Requests: now.Capacity.Requests, Tokens: now.Capacity.Tokens, Time: now.Time(),
+		}, err
+	}}
+	d, err := dispatch.New(c, p.getenv, f.metrics, log)
+	if err != nil {
+		return nil, err
+	}
+	return d, f.server.Mount("/internal/dispatch/*", d.Handler())
+}
+
+// getenv is a variable of the environment, "" if it is not set.
+func (p process) getenv(name string) string {
+	for _, v := range p.environ() {
+		if value, ok := strings.CutPrefix(v, name+"="); ok {
+			return value
+		}
+	}
+	return ""
 }

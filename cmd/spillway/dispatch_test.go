@@ -62,6 +62,86 @@ func startDispatcher(t *testing.T, frontend string, args ...string) dispatching 
 	return dispatching{p, p.await(`Dispatcher: (\S+)\n`), p.await(`Health: (\S+)\n`), p.await(`Metrics: (\S+)\n`)}
 }
 
+// TestDispatchInside has a front end dispatch to itself, while it is also sent what people want at once.
+func TestDispatchInside(t *testing.T) {
+	t.Run("one address", func(t *testing.T) { testDispatchInside(t) })
+	t.Run("with an address for operators", func(t *testing.T) { testDispatchInside(t, "--admin-addr", "127.0.0.1:0") })
+}
+
+func testDispatchInside(t *testing.T, more ...string) {
+	sim := start(t, nil, "sim", "--port", "0", "--speed", "10")
+	file := filepath.Join(t.TempDir(), "dispatch.yaml")
+	redis := startRedisServer(t)
+	doc := `transport-config: '{"url":"` + redis + `","queues":[{"queue_name":"q","gate_params":{"pool":"sim-model"}}]}'` +
+		"\nconcurrency: 4\napi-key: ours\nhealth-port: 1\nbudget-log-interval: 10ms\n"
+	if err := os.WriteFile(file, []byte(doc), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	front := start(t, nil, append([]string{"frontend", "--http-host", "127.0.0.1", "--http-port", "0", "--workers", sim.await(`--workers: (\S+)\n`), "--dispatch", file}, more...)...)
+	url := front.await(`Front end: (\S+)\n`)
+	if len(more) > 0 {
+		if status, _ := fetch(t, url+"/internal/dispatch/status"); status != 404 {
+			t.Errorf("status for everybody: %d, want 404", status)
+		}
+		url = front.await(`Admin: (\S+)\n`)
+	}
+	d := dispatching{running: front, url: url}
+	const n = 50
+	var lines bytes.Buffer
+	for i := range n {
+		fmt.Fprintf(&lines, `{"id":"r%d","payload":{"model":"sim-model","prompt":"Hello","max_tokens":16}}`+"\n", i)
+	}
+	requests := filepath.Join(t.TempDir(), "requests.jsonl")
+	if err := os.WriteFile(requests, lines.Bytes(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if status, _ := fetch(t, url+"/internal/dispatch/status"); status != 401 {
+		t.Errorf("status without the key: %d, want 401", status)
+	}
+	d.says("submit", requests, "--api-key", "ours")
+	if got := d.says("results", "--count", strconv.Itoa(n), "--wait", "1m", "--api-key", "ours"); strings.Count(got, `"status_code":200`) != n {
+		t.Errorf("%d results, want %d: %s", strings.Count(got, `"status_code":200`), n, got)
+	}
+	if got := d.says("status", "--api-key", "ours"); !strings.Contains(got, "sim-model: open") {
+		t.Errorf("status: %s", got)
+	}
+	_, page := fetch(t, url+"/metrics")
+	for _, want := range []string{
+		fmt.Sprintf(`spillway_dispatch_successful_requests_total{pool_name="default",queue_id="q",queue_name="q"} %d`, n),
+		`spillway_dispatch_gate_metric_source_available{inference_pool="sim-model",source="spillway 0"} 1`,
+		`spillway_pool_inflight{lane="batch",pool="sim-model",unit="requests"} 0`,
+	} {
+		if !strings.Contains(page, want) {
+			t.Errorf("the metrics lack %s", want)
+		}
+	}
+	front.awaitIn(&front.stderr, `(health-port: the front end's counts)`)
+	front.awaitIn(&front.stderr, `(msg=budget group=sim-model)`)
+	front.signal(syscall.SIGTERM)
+	if code := front.exit(); code != 0 {
+		t.Errorf("exit code %d", code)
+	}
+}
+
+// TestDispatchInsideSettings has what cannot be used in the file end the start.
+func TestDispatchInsideSettings(t *testing.T) {
+	for doc, want := range map[string]string{
+		"lease-ttl: 10ms": "lease-ttl: 10ms is below 1s",
+		"leasettl: 1m":    "leasettl: unknown key",
+		"concurrency: 4":  "transport-config-file: give it or transport-config",
+		`transport-config: '{"url":"redis://h","queues":[{"queue_name":"q"}]}'`: "pool: is missing",
+	} {
+		file := filepath.Join(t.TempDir(), "dispatch.yaml")
+		if err := os.WriteFile(file, []byte(doc), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		p := start(t, nil, "frontend", "--http-host", "127.0.0.1", "--http-port", "0", "--workers", "http://127.0.0.1:1", "--dispatch", file)
+		if code := p.exit(); code != 1 || !strings.Contains(p.stderr.String(), want) {
+			t.Errorf("%s: exit code %d, %s, want 1, %s", doc, code, &p.stderr, want)
+		}
+	}
+}
+
 // says runs a command that asks the dispatcher, and returns its standard output.
 func (d dispatching) says(args ...string) string {
 	d.t.Helper()

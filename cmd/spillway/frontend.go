@@ -16,6 +16,7 @@ import (
 	"spillway/buckets"
 	"spillway/busy"
 	"spillway/configs"
+	"spillway/dispatch"
 	"spillway/kvindex"
 	"spillway/monitor"
 	"spillway/proxy"
@@ -59,7 +60,14 @@ func runFrontend(ctx context.Context, p process, cfg configs.Frontend, log *slog
 		fmt.Fprintf(p.stdout, "Admin: %s\n", d.adminURL())
 	}
 	defer easeCollector()()
-	return f.run(ctx, d)
+	if cfg.DispatchFile == "" {
+		return f.run(ctx, d)
+	}
+	queues, err := newInnerDispatcher(p, cfg, f, d.url(), log)
+	if err != nil {
+		return errors.Join(fmt.Errorf("dispatch: %w", err), d.close())
+	}
+	return f.runWith(ctx, d, queues)
 }
 
 // frontend holds the parts of one front end.
@@ -155,6 +163,18 @@ func (f *frontend) run(ctx context.Context, d doors) error {
 	f.close()
 	stop()
 	return errors.Join(err, <-fed, <-fed, <-fed)
+}
+
+// runWith is run with a dispatcher beside it. Both begin to drain at the same time: what the dispatcher
+// has sent may be finished, and what it would send next is refused and stays in its queue.
+func (f *frontend) runWith(ctx context.Context, d doors, queues *dispatch.Dispatcher) error {
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
+	ended := make(chan error, 1)
+	go func() { ended <- queues.Run(ctx) }()
+	err := f.run(ctx, d)
+	stop()
+	return errors.Join(err, <-ended)
 }
 
 // doors are the listeners of a front end.
