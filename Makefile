@@ -10,7 +10,7 @@ build: setup ## bin/spillway
 	go build -o bin/spillway ./cmd/spillway
 
 test: setup-test check ## gofmt, vet, lint, and every test under the race detector
-	REQUIRE_PROMETHEUS=1 REQUIRE_REDIS=1 go test -race ./...
+	REQUIRE_PROMETHEUS=1 REQUIRE_REDIS=1 go test -race -timeout 15m ./...
 	SPILLWAY_TEST_ROUTER_MODE=kv go test -race ./proxy
 	go test -race -run '^TestAtomicity$$' ./cmd/spillway -rounds 1000
 
