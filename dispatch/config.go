@@ -65,6 +65,7 @@ type Config struct {
 	TLSCert       string        `koanf:"tls-cert" usage:"file of a client certificate for the gateway"`
 	TLSKey        string        `koanf:"tls-key" usage:"file of its key"`
 	TLSInsecure   bool          `koanf:"tls-insecure-skip-verify" usage:"trust any certificate of the gateway"`
+	CompatMetrics bool          `koanf:"compat-metrics" usage:"also tell the metrics by the names of llm-d's async processor"`
 	Prometheus    HTTPAuth      `koanf:",squash"`
 
 	Inside *Inside `koanf:"-" json:"-"` // nil in a process of its own

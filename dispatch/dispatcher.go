@@ -73,6 +73,7 @@ type workers struct {
 type group struct {
 	name     string
 	pool     string // inference pool, "" if there is none
+	label    string // of metrics: the pool, or what stands for it
 	budget   *budget.Group
 	inputs   []input
 	states   []*inputState
@@ -227,7 +228,19 @@ func (d *Dispatcher) makeGroups(asks *asker) error {
 		}
 		g.budget = budget.NewGroup(latch, sources...)
 	}
+	d.label()
 	return nil
+}
+
+// label has no two groups called the same: a pool that two of them have, or one that is called like a
+// group, stands for neither.
+func (d *Dispatcher) label() {
+	for _, g := range d.groups {
+		shared := slices.ContainsFunc(d.groups, func(o *group) bool { return o != g && (o.pool == g.pool || o.name == g.pool) })
+		if g.label = g.pool; g.pool == "" || shared {
+			g.label = g.name
+		}
+	}
 }
 
 // announce logs what was resolved.

@@ -1,7 +1,6 @@
 package dispatch
 
 import (
-	"cmp"
 	"encoding/json"
 	"math"
 	"strconv"
@@ -79,6 +78,7 @@ func (c *counts) letter(reason string) {
 type metrics struct {
 	d                      *Dispatcher
 	descs                  map[string]*prometheus.Desc
+	compat                 map[string]*prometheus.Desc // nil unless they are asked for
 	redisErrors            atomic.Uint64
 	took, waited, headroom *prometheus.HistogramVec
 }
@@ -133,6 +133,9 @@ func newMetrics(d *Dispatcher) *metrics {
 	for _, f := range families {
 		m.descs[f.name] = prometheus.NewDesc(metricPrefix+f.name, f.help, f.labels, nil)
 	}
+	if d.cfg.CompatMetrics {
+		m.compat = compat()
+	}
 	histogram := func(name, help string, buckets ...float64) *prometheus.HistogramVec {
 		h := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: metricPrefix + name, Help: help, Buckets: buckets}, queueLabels)
 		for _, q := range d.queues {
@@ -150,6 +153,9 @@ func newMetrics(d *Dispatcher) *metrics {
 func (m *metrics) Describe(ch chan<- *prometheus.Desc) {
 	for _, f := range families {
 		ch <- m.descs[f.name]
+	}
+	for _, d := range m.compat {
+		ch <- d
 	}
 	for _, h := range []*prometheus.HistogramVec{m.took, m.waited, m.headroom} {
 		h.Describe(ch)
@@ -204,19 +210,19 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	for _, g := range m.d.groups {
 		m.group(g, gauge, now)
 	}
+	if m.compat != nil {
+		m.collectCompat(ch, held, now)
+	}
 	count("redis_errors_total", m.redisErrors.Load())
 	for _, h := range []*prometheus.HistogramVec{m.took, m.waited, m.headroom} {
 		h.Collect(ch)
 	}
 }
 
-// label is the inference pool of a group, or what stands for it.
-func (g *group) label() string { return cmp.Or(g.pool, g.name) }
-
 func (m *metrics) group(g *group, gauge func(string, float64, ...string), now time.Time) {
-	pool, unit := g.label(), g.budget.Unit().String()
+	pool, unit := g.label, g.budget.Unit().String()
 	dec := g.budget.Decide(now)
-	gauge("budget", max(0, math.Min(1, math.Max(0, dec.D))-dec.B), pool) // NaN while D is unknown
+	gauge("budget", spare(dec), pool)
 	gauge("gate_metric_value", dec.D, pool)
 	gauge("gate_metric_threshold", dec.B, pool)
 	for i, in := range g.inputs {
@@ -237,6 +243,9 @@ func (m *metrics) group(g *group, gauge func(string, float64, ...string), now ti
 	}
 	gauge("sample_age_seconds", age, pool)
 }
+
+// spare is D - B, at least 0; NaN while D is unknown.
+func spare(dec budget.Decision) float64 { return max(0, math.Min(1, math.Max(0, dec.D))-dec.B) }
 
 func flag(on bool) float64 {
 	if on {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
@@ -52,12 +53,7 @@ func startRedis(t testing.TB, args ...string) *server {
 		}
 		t.Skip(how)
 	}
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	s := &server{t: t, port: ln.Addr().(*net.TCPAddr).Port}
-	_ = ln.Close() // taken over by the server
+	s := &server{t: t, port: unusedPort(t)}
 	s.args = append([]string{path, "--port", strconv.Itoa(s.port), "--bind", "127.0.0.1", "--dir", t.TempDir(), "--save", "", "--appendonly", "yes", "--appendfsync", "always"}, args...)
 	s.Client = redis.NewClient(&redis.Options{Addr: s.addr(), MaxRetries: -1, ContextTimeoutEnabled: true})
 	s.start()
@@ -69,6 +65,21 @@ func startRedis(t testing.TB, args ...string) *server {
 		}
 	})
 	return s
+}
+
+// unusedPort is one that nobody listened on a moment ago, and that the system gives to nobody who lets
+// it choose, also while the server is down: those are from 32768 on.
+func unusedPort(t testing.TB) int {
+	t.Helper()
+	for range 1000 {
+		port := 15000 + rand.IntN(15000)
+		if ln, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
+			_ = ln.Close() // taken over by the server
+			return port
+		}
+	}
+	t.Fatal("no port is free")
+	return 0
 }
 
 func (s *server) addr() string { return fmt.Sprintf("127.0.0.1:%d", s.port) }

@@ -156,7 +156,7 @@ func (d *Dispatcher) Status(ctx context.Context) (s Status, err error) {
 	for _, g := range d.groups {
 		dec := g.budget.Decide(now)
 		gs := GroupStatus{
-			InferencePool: g.label(), State: dec.State.String(), D: known(dec.D), B: dec.B, MaxSys: known(dec.MaxSys), Unit: g.budget.Unit().String(),
+			InferencePool: g.label, State: dec.State.String(), D: known(dec.D), B: dec.B, MaxSys: known(dec.MaxSys), Unit: g.budget.Unit().String(),
 			N: dec.N, Ledger: dec.Ledger, InFlight: dec.InFlight, Allowed: dec.Allowed, Source: g.inputs[dec.Source].name, Strikes: dec.Strikes,
 		}
 		if !dec.Sampled.IsZero() {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
@@ -37,15 +38,19 @@ func startRedisServer(t *testing.T) string {
 	return "redis://127.0.0.1:" + port
 }
 
-// unusedPort is one that nobody listened on a moment ago.
+// unusedPort is one that nobody listened on a moment ago, and that the system gives to nobody who lets
+// it choose: those are from 32768 on.
 func unusedPort(t *testing.T) int {
 	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
+	for range 1000 {
+		port := 15000 + rand.IntN(15000)
+		if ln, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
+			_ = ln.Close() // taken over by whom it is for
+			return port
+		}
 	}
-	defer ln.Close()
-	return ln.Addr().(*net.TCPAddr).Port
+	t.Fatal("no port is free")
+	return 0
 }
 
 // dispatching is a dispatcher of one queue.

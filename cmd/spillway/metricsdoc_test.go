@@ -48,7 +48,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 	x := startIndexer(t, "--workers", "7=tcp://127.0.0.1:1", "--block-size", "16")
 	chooser := startSelector(t, "--router-kv-events=false", "--api-revision", "routing-group")
 	chooser.post("/workers", `{"worker_id":1,"endpoint":"http://w:1","block_size":16}`, 201)
-	queues := startDispatcher(t, url, "--metrics-backlog-poll-interval", "1s")
+	queues := startDispatcher(t, url, "--metrics-backlog-poll-interval", "1s", "--compat-metrics")
 	page, err := os.ReadFile(metricsPage)
 	if err != nil {
 		t.Fatal(err)

@@ -29,7 +29,7 @@ type observer struct {
 // front end's address, shorter intervals, and the times of the rules divided by hurry.
 func startPrometheus(t *testing.T, frontend string) *observer {
 	t.Helper()
-	program, dir := tool(t, "prometheus"), t.TempDir()
+	dir := t.TempDir()
 	copyChanged(t, "alerts.yml", dir, `\b(\d+)m\b`, func(minutes string) string {
 		n, err := strconv.Atoi(strings.TrimSuffix(minutes, "m"))
 		if err != nil {
@@ -43,7 +43,13 @@ func startPrometheus(t *testing.T, frontend string) *observer {
 		}
 		return strings.TrimPrefix(frontend, "http://")
 	})
+	return observe(t, dir)
+}
 
+// observe runs Prometheus until the test ends, with the prometheus.yml of a directory.
+func observe(t *testing.T, dir string) *observer {
+	t.Helper()
+	program := tool(t, "prometheus")
 	var logs output
 	cmd := exec.Command(program, "--config.file="+filepath.Join(dir, "prometheus.yml"),
 		"--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address=127.0.0.1:0")
