@@ -34,6 +34,7 @@ type grant struct {
 	refresh  []func(context.Context) // called with each heartbeat
 	labels   map[string]string       // what gates have found out, over the message's own
 	dropped  result
+	chosen   bool // the message is no longer among those that may be chosen; of the round's goroutine
 }
 
 // label is one of the message, as gates have changed it.

@@ -102,6 +102,7 @@ func TestUnreachableGateway(t *testing.T) {
 	}
 	d := begin(t, r, setup{cfg: func(c *dispatch.Config) { c.MaxAttempts, c.Concurrency = 1, 1 }}, simple(g))
 	eventually(t, "the gate is closed", func() bool { return d.metric("overload_trips_total", "unreachable") == 1 })
+	eventually(t, "the third is put aside", func() bool { return d.status().Queues[0].Leased == 0 })
 	s := d.status()
 	if s.Groups[0].State != "overload" || s.Queues[0].Delayed != 3 || s.Queues[0].Pending != 2 || s.Queues[0].Dead != 0 {
 		t.Errorf("status %+v, want 3 delayed, 2 pending and nothing given up", s)
@@ -610,5 +611,33 @@ func TestEnqueue(t *testing.T) {
 		if bad(&s); dispatch.Enqueue(ctx, r.Client, "queue", s, now) == nil {
 			t.Errorf("Enqueue(%+v) is no error", s)
 		}
+	}
+}
+
+// TestLeases has never more messages taken than there are workers, though the next ones are claimed
+// together with the results of those before.
+func TestLeases(t *testing.T) {
+	r := startRedis(t)
+	g := newGateway(t, nil)
+	const all, workers = 600, 3
+	r.fill("q", all)
+	begin(t, r, setup{cfg: func(c *dispatch.Config) { c.Concurrency = workers }}, simple(g))
+	ctx := context.Background()
+	most := int64(0)
+	eventually(t, "all results are there", func() bool {
+		for range 20 {
+			n, err := r.ZCard(ctx, "{q}:leases").Result()
+			if err != nil {
+				t.Fatal(err)
+			}
+			most = max(most, n)
+		}
+		n, _ := r.LLen(ctx, "result-list").Result()
+		return n == all
+	})
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if most > workers || most == 0 || g.most > workers {
+		t.Errorf("%d leases and %d requests at once, want at most %d", most, g.most, workers)
 	}
 }

@@ -205,6 +205,8 @@ type Queue struct {
 	gate    *gate
 	group   *group
 	holds   map[string]time.Time // by gid, until when; of the round's goroutine
+	ahead   []head               // that were seen and not taken yet, in their order; of that goroutine too
+	seen    time.Time            // when
 	depth   atomic.Pointer[depth]
 	counts
 }

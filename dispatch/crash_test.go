@@ -1,14 +1,19 @@
 package dispatch_test
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"os/exec"
+	"runtime/pprof"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -20,19 +25,28 @@ import (
 	"spillway/dispatch"
 )
 
-// asDispatcher in the environment makes this test binary a dispatcher that may kill itself.
-const asDispatcher = "RUN_AS_DISPATCHER"
+// asDispatcher and asGateway in the environment make this test binary one of them.
+const (
+	asDispatcher = "RUN_AS_DISPATCHER"
+	asGateway    = "RUN_AS_GATEWAY"
+)
 
-// order is what such a process is told.
+// order is what a dispatcher's process is told.
 type order struct {
 	Config dispatch.Config
 	At     dispatch.Step // "" for never
 	After  int64         // so many messages have got so far
+	Tell   string        // URL that is then asked, with our process ID behind it, before the last of them goes on
+
+	Profile string // file for a CPU profile, or ""
 }
 
 func TestMain(m *testing.M) {
 	if text := os.Getenv(asDispatcher); text != "" {
 		beDispatcher(text)
+	}
+	if addr := os.Getenv(asGateway); addr != "" {
+		beGateway(addr)
 	}
 	os.Exit(m.Run())
 }
@@ -48,9 +62,17 @@ func beDispatcher(text string) {
 	}
 	var n atomic.Int64
 	d.Witness = func(s dispatch.Step, _ string) {
-		if s == o.At && n.Add(1) >= o.After {
-			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
-			select {} // nothing more is done
+		if s == o.At && n.Add(1) == o.After {
+			tell(o.Tell + strconv.Itoa(os.Getpid()))
+		}
+	}
+	if o.Profile != "" {
+		f, err := os.Create(o.Profile)
+		if err != nil {
+			panic(err)
+		}
+		if err := pprof.StartCPUProfile(f); err != nil {
+			panic(err)
 		}
 	}
 	ctx, stop := context.WithCancel(context.Background())
@@ -58,14 +80,65 @@ func beDispatcher(text string) {
 	if err := d.Run(ctx); err != nil {
 		panic(err)
 	}
+	pprof.StopCPUProfile()
 	os.Exit(0)
+}
+
+// tell asks a URL of our parent, who may kill us meanwhile.
+func tell(url string) {
+	resp, err := http.Post(url, "", nil)
+	if err != nil {
+		panic(err)
+	}
+	_ = resp.Body.Close()
+}
+
+// onTelling is a URL for Tell, and what it does with the process that asks.
+func onTelling(t *testing.T, do func(pid int)) string {
+	s := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		pid, err := strconv.Atoi(strings.TrimPrefix(r.URL.Path, "/"))
+		if err != nil {
+			t.Errorf("asked for %s", r.URL)
+			return
+		}
+		do(pid)
+	}))
+	t.Cleanup(s.Close)
+	return s.URL + "/"
+}
+
+// beGateway answers with what it is sent, and tells its parent of each request before that.
+func beGateway(text string) {
+	addr, parent, _ := strings.Cut(text, " ")
+	ln, err := net.Listen("tcp", addr)
+	for deadline := time.Now().Add(patience); err != nil; ln, err = net.Listen("tcp", addr) {
+		if time.Now().After(deadline) {
+			panic(err)
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	go func() { _, _ = io.Copy(io.Discard, os.Stdin); os.Exit(0) }()
+	panic(http.Serve(ln, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		req, err := http.NewRequestWithContext(r.Context(), http.MethodPost, parent, bytes.NewReader(body))
+		if err != nil {
+			panic(err)
+		}
+		resp, err := http.DefaultClient.Do(req)
+		if err != nil {
+			return // we are no longer asked
+		}
+		defer resp.Body.Close()
+		w.WriteHeader(resp.StatusCode)
+		_, _ = io.Copy(w, resp.Body)
+	})))
 }
 
 // child is such a process.
 type child struct {
 	cmd   *exec.Cmd
 	stdin io.Closer
-	err   *strings.Builder
+	err   *strings.Builder // to be read when it has ended
 }
 
 func startChild(t *testing.T, o order) *child {
@@ -74,12 +147,17 @@ func startChild(t *testing.T, o order) *child {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return startSelf(t, asDispatcher+"="+string(text))
+}
+
+func startSelf(t *testing.T, env string) *child {
+	t.Helper()
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
 	c := &child{cmd: exec.Command(self), err: &strings.Builder{}}
-	c.cmd.Env = append(os.Environ(), asDispatcher+"="+string(text))
+	c.cmd.Env = append(os.Environ(), env)
 	c.cmd.Stderr = c.err
 	if c.stdin, err = c.cmd.StdinPipe(); err != nil {
 		t.Fatal(err)
@@ -105,93 +183,11 @@ func quick(c *dispatch.Config) {
 	c.LeaseTTL, c.ReapInterval, c.RequestTimeout = 2*time.Second, 200*time.Millisecond, 30*time.Second
 }
 
-// crashMessages is how many requests are in the queue of each crash.
-const crashMessages = 1000
-
 // fill enqueues requests whose prompts are their numbers.
 func (s *server) fill(queue string, n int) {
 	s.t.Helper()
 	for i := range n {
 		s.enqueue(queue, fmt.Sprintf("r%04d", i), fmt.Sprintf(`{"prompt":"r%04d"}`, i))
-	}
-}
-
-// TestCrashMatrix kills a dispatcher at each step of a message, and has another one do the rest.
-func TestCrashMatrix(t *testing.T) {
-	for _, at := range []dispatch.Step{dispatch.Peeked, dispatch.Claimed, dispatch.Sending, dispatch.Answered, dispatch.Settled, dispatch.Delayed, dispatch.Released} {
-		t.Run(string(at), func(t *testing.T) {
-			t.Parallel()
-			r := startRedis(t)
-			var refusals atomic.Int64
-			g := newGateway(t, func(w http.ResponseWriter, _ *http.Request, body string) {
-				if at == dispatch.Delayed && refusals.Add(1) <= 20 {
-					w.WriteHeader(500)
-					return
-				}
-				if at == dispatch.Released && refusals.Add(1) == 20 { // what is claimed and not sent goes back
-					w.Header().Set("Retry-After", "0")
-					w.WriteHeader(429)
-					return
-				}
-				_, _ = io.WriteString(w, body)
-			})
-			n := crashMessages
-			if testing.Short() {
-				n = 200
-			}
-			r.fill("q", n)
-			after := int64(n / 10)
-			if at == dispatch.Delayed || at == dispatch.Released {
-				after = 1
-			}
-			cfg := config(t, r, setup{cfg: func(c *dispatch.Config) { quick(c); c.OverloadCooldown = 200 * time.Millisecond }}, simple(g))
-			first := startChild(t, order{cfg, at, after})
-			if at == dispatch.Released { // a message is released if the gate closes between its claim and its sending
-				go func() {
-					time.Sleep(patience / 6)
-					_ = first.cmd.Process.Kill()
-				}()
-			}
-			if err := first.cmd.Wait(); err == nil {
-				t.Fatal("the first dispatcher was not killed")
-			}
-			second := startChild(t, order{Config: cfg})
-			seen := map[string]int{}
-			for _, o := range r.results("result-list", n) {
-				seen[o.ID]++
-				if want := fmt.Sprintf(`{"prompt":"%s"}`, o.ID); *o.Payload != want {
-					t.Errorf("%s: payload %s, want %s", o.ID, *o.Payload, want)
-				}
-			}
-			second.end(t)
-			if len(seen) != n {
-				t.Errorf("results of %d requests, want each of %d once", len(seen), n)
-			}
-			if more, _ := r.LLen(context.Background(), "result-list").Result(); more != 0 {
-				t.Errorf("%d results too many", more)
-			}
-			if left := r.left("q"); left != "" && left != "{q}:deliv" {
-				t.Errorf("left in Redis: %s", left)
-			}
-			sent := map[string]int{}
-			for _, b := range g.sent() {
-				sent[b]++
-			}
-			twice := 0
-			for _, times := range sent {
-				twice += times - 1
-			}
-			refused := 0
-			if at == dispatch.Delayed {
-				refused = 20
-			} else if at == dispatch.Released {
-				refused = 1
-			}
-			if most := cfg.Concurrency + refused; twice > most {
-				t.Errorf("%d inferences were done again, want no more than the %d in flight and refused", twice, most)
-			}
-			t.Logf("%d requests, %d inferences again", n, twice)
-		})
 	}
 }
 
@@ -243,16 +239,16 @@ func TestPoison(t *testing.T) {
 	g := newGateway(t, nil)
 	r.fill("q", 1)
 	cfg := config(t, r, setup{cfg: func(c *dispatch.Config) { quick(c); c.LeaseTTL = time.Second; c.MaxDeliveries = 3 }}, simple(g))
+	o := order{Config: cfg, At: dispatch.Sending, After: 1, Tell: onTelling(t, func(pid int) { _ = syscall.Kill(pid, syscall.SIGKILL) })}
 	for range 3 {
-		c := startChild(t, order{cfg, dispatch.Sending, 1})
-		if err := c.cmd.Wait(); err == nil {
+		if err := startChild(t, o).cmd.Wait(); err == nil {
 			t.Fatal("the dispatcher was not killed")
 		}
 	}
-	c := startChild(t, order{cfg, dispatch.Sending, 1})
-	o := r.results("result-list", 1)[0]
-	if o.ErrorCode != "DELIVERY_LIMIT_EXCEEDED" || o.ID != "r0000" {
-		t.Errorf("result %+v, want DELIVERY_LIMIT_EXCEEDED", o)
+	c := startChild(t, o)
+	got := r.results("result-list", 1)[0]
+	if got.ErrorCode != "DELIVERY_LIMIT_EXCEEDED" || got.ID != "r0000" {
+		t.Errorf("result %+v, want DELIVERY_LIMIT_EXCEEDED", got)
 	}
 	c.end(t)
 	if letters, _ := r.XRange(context.Background(), "{q}:dead", "-", "+").Result(); len(letters) != 1 || letters[0].Values["reason"] != "delivery_limit" || letters[0].Values["deliveries"] != "3" {

@@ -54,11 +54,13 @@ type Dispatcher struct {
 	// Run.
 	Witness func(Step, string)
 
-	mu       sync.Mutex // guards held
+	mu       sync.Mutex // guards held and writes
 	held     map[*lease]context.CancelCauseFunc
+	writes   []*write // that wait for the next exchange
 	working  sync.WaitGroup
 	requests context.Context // of requests in flight; set by Run
 	leaving  chan struct{}   // closed when nothing new is to be begun
+	last     chan struct{}   // closed when nothing new is being begun
 	rng      *rand.Rand      // of the round's goroutine
 }
 
@@ -102,7 +104,7 @@ func New(cfg Config, getenv func(string) string, reg prometheus.Registerer, log 
 	}
 	d := &Dispatcher{
 		cfg: cfg, log: log, transport: t, queues: t.Queues, pools: map[string]*workers{}, held: map[*lease]context.CancelCauseFunc{},
-		gates: map[string]redis.UniversalClient{}, wake: make(chan struct{}, 1), leaving: make(chan struct{}),
+		gates: map[string]redis.UniversalClient{}, wake: make(chan struct{}, 1), leaving: make(chan struct{}), last: make(chan struct{}),
 		rng: rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())),
 	}
 	if d.store, err = connect(t, cfg); err != nil {
@@ -281,13 +283,15 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	}
 	var begun sync.WaitGroup
 	begun.Go(func() { d.sweeps(ctx) })
-	begun.Go(func() { d.rounds(ctx) })
+	kept.Go(func() { d.rounds(ctx, keeping) })
 	d.ready.Store(true)
 	<-ctx.Done()
 	d.ready.Store(false)
 	d.log.Info("stopping", "in_flight", d.inFlight())
 	close(d.leaving)
+	d.nudge()
 	begun.Wait()
+	<-d.last
 	idle := make(chan struct{})
 	go func() { d.working.Wait(); close(idle) }()
 	timer := time.NewTimer(d.cfg.DrainTimeout)

@@ -45,8 +45,8 @@ type envelope struct {
 			Sheds    int `json:"sheds"`
 		} `json:"spillway"`
 	} `json:"internal"`
-	Kind string           `json:"request_kind"`
-	Data *json.RawMessage `json:"data"`
+	Kind string       `json:"request_kind"`
+	Data *requestData `json:"data"`
 }
 
 type requestData struct {
@@ -62,31 +62,25 @@ type requestData struct {
 // parse reads a member. On an error the message has what could be read, at least raw, score and gid.
 func parse(raw string, score float64) (*message, error) {
 	m := &message{raw: []byte(raw), score: score}
-	sum := sha256.Sum256(m.raw)
-	m.gid = "\x1f" + hex.EncodeToString(sum[:8])
 	var e envelope
-	if err := json.Unmarshal(m.raw, &e); err != nil {
-		return m, fmt.Errorf("the envelope: %w", err)
-	}
+	err := json.Unmarshal(m.raw, &e) // of what is of the wrong type alone it reads the rest
 	m.token, m.queue, m.results, m.labels = e.Internal.Token, e.Internal.Queue, e.Internal.ResultQueue, e.Internal.Labels
 	m.retries, m.attempts, m.sheds = e.Internal.RetryCount, e.Internal.Spillway.Attempts, e.Internal.Spillway.Sheds
-	if e.Data == nil {
-		return m, errors.New("data is missing")
+	if d := e.Data; d != nil {
+		m.id, m.created, m.payload, m.metadata, m.headers, m.endpoint = d.ID, d.Created, d.Payload, d.Metadata, d.Headers, d.Endpoint
+		if d.Deadline > 0 {
+			m.deadline = time.Unix(d.Deadline, 0)
+		}
 	}
-	var d requestData
-	err := json.Unmarshal(*e.Data, &d)
-	m.id, m.created, m.payload, m.metadata, m.headers, m.endpoint = d.ID, d.Created, d.Payload, d.Metadata, d.Headers, d.Endpoint
-	if m.token != "" {
-		m.gid = m.id + "\x1f" + m.token
-	} else {
-		m.gid = m.id + m.gid
-	}
-	if d.Deadline > 0 {
-		m.deadline = time.Unix(d.Deadline, 0)
+	if m.gid = m.id + "\x1f" + m.token; m.token == "" {
+		sum := sha256.Sum256(m.raw)
+		m.gid += hex.EncodeToString(sum[:8])
 	}
 	switch {
 	case err != nil:
-		return m, fmt.Errorf("data: %w", err)
+		return m, fmt.Errorf("the envelope: %w", err)
+	case e.Data == nil:
+		return m, errors.New("data is missing")
 	case m.id == "":
 		return m, errors.New("data.id is missing")
 	case e.Kind != "plain" && e.Kind != "redis" && e.Kind != "pubsub":

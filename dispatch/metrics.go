@@ -275,15 +275,13 @@ func (m *metrics) latency(q *Queue, d time.Duration) {
 }
 
 // usage counts tokens that an answer tells of.
-func (m *metrics) usage(q *Queue, body []byte) {
+func (m *metrics) usage(q *Queue, usage []byte) {
 	var v struct {
-		Usage struct {
-			Prompt     uint64 `json:"prompt_tokens"`
-			Completion uint64 `json:"completion_tokens"`
-		} `json:"usage"`
+		Prompt     uint64 `json:"prompt_tokens"`
+		Completion uint64 `json:"completion_tokens"`
 	}
-	if json.Unmarshal(body, &v) == nil {
-		q.tokensIn.Add(min(v.Usage.Prompt, 1<<40))
-		q.tokensOut.Add(min(v.Usage.Completion, 1<<40))
+	if json.Unmarshal(usage, &v) == nil {
+		q.tokensIn.Add(min(v.Prompt, 1<<40))
+		q.tokensOut.Add(min(v.Completion, 1<<40))
 	}
 }

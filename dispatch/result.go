@@ -1,6 +1,7 @@
 package dispatch
 
 import (
+	"bytes"
 	"encoding/base64"
 	"encoding/json"
 	"time"
@@ -27,6 +28,7 @@ type result struct {
 	ErrorMessage string `json:"error_message,omitempty"`
 	Encoding     string `json:"payload_encoding,omitempty"` // base64, or "" for text
 	*extras
+	usage json.RawMessage // of an answer that tells it
 }
 
 type extras struct {
@@ -50,7 +52,16 @@ func failed(code, message string) result {
 // answered is a result of an HTTP answer.
 func answered(status int, body []byte) result {
 	if utf8.Valid(body) {
-		return result{StatusCode: status, Payload: string(body)}
+		r := result{StatusCode: status, Payload: string(body)}
+		if status/100 == 2 && bytes.Contains(body, []byte(`"usage"`)) {
+			var of struct {
+				Usage json.RawMessage `json:"usage"`
+			}
+			if json.Unmarshal(body, &of) == nil && string(of.Usage) != "null" {
+				r.usage = of.Usage
+			}
+		}
+		return r
 	}
 	return result{StatusCode: status, Payload: base64.StdEncoding.EncodeToString(body), Encoding: "base64"}
 }
@@ -61,15 +72,7 @@ func (r result) of(m *message, queue *Queue, sent int, dropped string, withExtra
 	if withExtras {
 		r.extras = &extras{
 			Metadata: m.metadata, Token: m.token, Attempts: sent, QueueID: queue.ID, EnqueuedAt: m.created * 1000,
-			CompletedAt: now.UnixMilli(), Dropped: dropped,
-		}
-		if r.StatusCode/100 == 2 && r.Encoding == "" {
-			var body struct {
-				Usage json.RawMessage `json:"usage"`
-			}
-			if json.Unmarshal([]byte(r.Payload), &body) == nil && string(body.Usage) != "null" {
-				r.Usage = body.Usage
-			}
+			CompletedAt: now.UnixMilli(), Dropped: dropped, Usage: r.usage,
 		}
 	}
 	return marshal(r)

@@ -6,6 +6,8 @@ import (
 	"errors"
 	"log/slog"
 	"maps"
+	"slices"
+	"sync"
 	"time"
 
 	"spillway/dispatch/budget"
@@ -45,19 +47,32 @@ func (d *Dispatcher) poll(ctx context.Context, g *group, i int) {
 	}
 }
 
-// rounds looks at all groups when there may be something to send.
-func (d *Dispatcher) rounds(ctx context.Context) {
+// rounds looks at all groups when there may be something to send, until ctx ends, and writes what
+// became of messages, until keeping does.
+func (d *Dispatcher) rounds(ctx, keeping context.Context) {
 	t := time.NewTicker(time.Duration(d.transport.PollMS) * time.Millisecond)
 	defer t.Stop()
-	for ctx.Err() == nil {
-		for _, g := range d.groups {
-			if err := d.round(ctx, g); err != nil && ctx.Err() == nil {
-				d.metrics.redisErrors.Add(1)
-				d.log.Warn("a round has failed", "group", g.name, "err", err)
+	last := sync.OnceFunc(func() { close(d.last) })
+	defer last()
+	x := exchange{d: d, giving: map[*workers]int64{}}
+	for keeping.Err() == nil {
+		x.take()
+		if ctx.Err() != nil {
+			last()
+		} else {
+			for _, g := range d.groups {
+				timed, cancel := context.WithTimeout(ctx, persistMost)
+				err := d.round(timed, g, &x)
+				cancel()
+				if err != nil && ctx.Err() == nil {
+					d.metrics.redisErrors.Add(1)
+					d.log.Warn("a round has failed", "group", g.name, "err", err)
+				}
 			}
 		}
+		x.run(keeping)
 		select {
-		case <-ctx.Done():
+		case <-keeping.Done():
 		case <-d.wake:
 		case <-t.C:
 		}
@@ -73,7 +88,7 @@ type head struct {
 }
 
 // round sends what one group may send now.
-func (d *Dispatcher) round(ctx context.Context, g *group) error {
+func (d *Dispatcher) round(ctx context.Context, g *group, x *exchange) error {
 	now := time.Now()
 	dec := g.budget.Decide(now)
 	d.tell(g, dec)
@@ -91,11 +106,11 @@ func (d *Dispatcher) round(ctx context.Context, g *group) error {
 	}
 	var all [][]head
 	for _, q := range g.queues {
-		free := q.workers.free.Load()
+		free := x.free(q.workers)
 		if free <= 0 {
 			continue
 		}
-		heads, err := d.heads(ctx, q, 2*free, now)
+		heads, err := d.heads(ctx, q, free, now)
 		if err != nil {
 			return err
 		}
@@ -103,7 +118,7 @@ func (d *Dispatcher) round(ctx context.Context, g *group) error {
 			all = append(all, heads)
 		}
 	}
-	chosen := d.choose(g, dec, d.merge.order(all, d.rng), now)
+	chosen := d.choose(g, dec, d.merge.order(all, d.rng), x, now)
 	if len(chosen) == 0 {
 		return nil
 	}
@@ -111,24 +126,45 @@ func (d *Dispatcher) round(ctx context.Context, g *group) error {
 		d.log.Info("dry run: these would be sent", "group", g.name, "requests", len(chosen), "first", chosen[0].m.id, "allowed", dec.Allowed)
 		return nil
 	}
-	chosen, err := d.admitted(ctx, chosen, now)
+	for _, q := range g.queues {
+		q.ahead = slices.DeleteFunc(q.ahead, func(h head) bool { return h.grant.chosen })
+	}
+	chosen, err := d.admitted(ctx, chosen, x, now)
 	if err != nil {
 		return err
 	}
-	return d.launch(ctx, g, chosen)
+	return d.launch(ctx, g, chosen, x)
 }
 
-// maxPeek bounds how many members are read of a queue at once.
-const maxPeek = 2000
+const (
+	leastPeek = 16 // members that are read of a queue at once
+	maxPeek   = 2000
+	// aheadFor is how long messages that were seen are taken without another look at their queue. A
+	// new one with an earlier deadline may have to wait for so long.
+	aheadFor = 100 * time.Millisecond
+)
 
-// heads reads the first messages of a queue that may be sent. What never can be is settled.
+// heads is the first n messages of a queue that may be sent, as far as they are known.
 func (d *Dispatcher) heads(ctx context.Context, q *Queue, n int64, now time.Time) ([]head, error) {
+	if int64(len(q.ahead)) < n || now.Sub(q.seen) > aheadFor {
+		all, err := d.peek(ctx, q, max(2*n, leastPeek), now)
+		if err != nil {
+			return nil, err
+		}
+		q.ahead, q.seen = all, now
+	}
+	return q.ahead[:min(int64(len(q.ahead)), n)], nil
+}
+
+// peek reads the first messages of a queue that may be sent. What never can be is settled.
+func (d *Dispatcher) peek(ctx context.Context, q *Queue, n int64, now time.Time) ([]head, error) {
 	maps.DeleteFunc(q.holds, func(_ string, until time.Time) bool { return !now.Before(until) })
 	found, err := d.store.peek(ctx, q, min(n+int64(len(q.holds)), maxPeek))
 	if err != nil {
 		return nil, err
 	}
-	var all []head
+	q.ahead = q.ahead[:0]
+	all := q.ahead
 	for _, z := range found {
 		raw, _ := z.Member.(string)
 		m, bad := parse(raw, z.Score)
@@ -220,20 +256,21 @@ func (d *Dispatcher) listOf(q *Queue, m *message) string {
 const oversizePatience = 30 * time.Second
 
 // choose takes the longest prefix that fits, of those whose pools have a free worker.
-func (d *Dispatcher) choose(g *group, dec budget.Decision, all []head, now time.Time) []head {
+func (d *Dispatcher) choose(g *group, dec budget.Decision, all []head, x *exchange, now time.Time) []head {
 	taken := map[*workers]int64{}
 	of := map[*Queue]int{}
 	left := dec.Allowed
 	var chosen []head
 	for _, h := range all {
 		w := h.queue.workers
-		if taken[w] >= w.free.Load() || d.transport.BatchSize > 0 && of[h.queue] >= d.transport.BatchSize {
+		if taken[w] >= x.free(w) || d.transport.BatchSize > 0 && of[h.queue] >= d.transport.BatchSize {
 			continue
 		}
 		if h.weight > left {
 			if len(chosen) == 0 && g.patience.Wait(h.queue.Name+h.m.gid, now) >= oversizePatience && dec.InFlight == 0 {
 				h.queue.oversize.Add(1)
 				g.patience.Reset()
+				h.grant.chosen = !d.cfg.DryRun
 				return []head{h}
 			}
 			return chosen
@@ -241,6 +278,7 @@ func (d *Dispatcher) choose(g *group, dec budget.Decision, all []head, now time.
 		left -= h.weight
 		taken[w]++
 		of[h.queue]++
+		h.grant.chosen = !d.cfg.DryRun
 		chosen = append(chosen, h)
 	}
 	if len(chosen) > 0 {
@@ -249,8 +287,13 @@ func (d *Dispatcher) choose(g *group, dec budget.Decision, all []head, now time.
 	return chosen
 }
 
-// admitted asks for cancellations, and the queues' gates.
-func (d *Dispatcher) admitted(ctx context.Context, chosen []head, now time.Time) ([]head, error) {
+// admitted asks for cancellations, and the queues' gates. Where no gate is asked, claiming looks for
+// cancellations.
+func (d *Dispatcher) admitted(ctx context.Context, chosen []head, x *exchange, now time.Time) ([]head, error) {
+	if !d.store.cluster && !slices.ContainsFunc(chosen, func(h head) bool { return h.queue.gate.admit != nil }) {
+		return chosen, nil
+	}
+	x.run(ctx) // nobody is to wait for what follows
 	var asked []*message
 	for _, h := range chosen {
 		asked = append(asked, h.m)
@@ -308,22 +351,33 @@ func (d *Dispatcher) hold(q *Queue, m *message, now time.Time) {
 }
 
 // launch claims messages and begins to work on them.
-func (d *Dispatcher) launch(ctx context.Context, g *group, chosen []head) error {
+func (d *Dispatcher) launch(ctx context.Context, g *group, chosen []head, x *exchange) error {
 	byQueue := map[*Queue][]head{}
 	for _, h := range chosen {
 		byQueue[h.queue] = append(byQueue[h.queue], h)
 	}
-	var failed error
+	var claims []claim
 	for q, heads := range byQueue {
 		var all []*message
-		grants := map[*message]head{}
 		for _, h := range heads {
 			all = append(all, h.m)
+		}
+		claims = append(claims, d.store.claim(q, all, d.cfg.LeaseTTL))
+	}
+	x.run(ctx, claims...)
+	var all error
+	for _, c := range claims {
+		q := c.leases[0].queue
+		grants := map[*message]head{}
+		for _, h := range byQueue[q] {
 			grants[h.m] = h
 		}
-		claimed, err := d.store.claim(ctx, q, all, d.cfg.LeaseTTL)
+		claimed, cancelled, err := c.got()
 		if err != nil {
-			failed = errors.Join(failed, err) // what was claimed all the same comes back when its lease ends
+			all = errors.Join(all, err) // what was claimed all the same comes back when its lease ends
+		}
+		for _, m := range cancelled {
+			all = errors.Join(all, d.reject(ctx, q, m, failed(codeCancelled, "cancelled"), nil))
 		}
 		for _, l := range claimed {
 			h := grants[l.m]
@@ -344,7 +398,7 @@ func (d *Dispatcher) launch(ctx context.Context, g *group, chosen []head) error 
 			h.grant.release(ctx)
 		}
 	}
-	return failed
+	return all
 }
 
 // done forgets a lease, whatever became of it.
@@ -355,8 +409,10 @@ func (d *Dispatcher) done(l *lease, g *grant) {
 	d.held[l](nil)
 	delete(d.held, l)
 	d.mu.Unlock()
-	l.queue.workers.free.Add(1)
-	d.nudge()
+	if !l.freed {
+		l.queue.workers.free.Add(1)
+		d.nudge()
+	}
 }
 
 // tell logs what opens and closes a gate.

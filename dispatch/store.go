@@ -64,18 +64,28 @@ end
 }
 
 var (
-	// ARGV: ttl, then gid, member, token of each. A generation that is leased or delayed already was
-	// enqueued twice: the second copy goes, and gets the first one's result.
+	// ARGV: ttl, then gid, member, token, request token of each. KEYS 9 and on: markers of their
+	// cancellation, or none. Returns for each its deliveries, 0 if it is not to be had, -1 if it is
+	// cancelled. A generation that is leased or delayed already was enqueued twice: the second copy
+	// goes, and gets the first one's result. A claim that is repeated because its answer was lost
+	// gives the same.
 	claimScript = script(`
 local out = {}
-for i = 2, #ARGV, 3 do
+for i = 2, #ARGV, 4 do
   local gid, member = ARGV[i], ARGV[i+1]
   local score = call('ZSCORE', queue, member)
+  local marker = KEYS[9 + (i - 2) / 4]
   if not score then
-    out[#out+1] = 0
+    if call('HGET', owners, gid) == ARGV[i+2] then
+      out[#out+1] = tonumber(call('HGET', delivs, gid))
+    else
+      out[#out+1] = 0
+    end
   elseif call('HEXISTS', bodies, gid) == 1 then
     call('ZREM', queue, member)
     out[#out+1] = 0
+  elseif marker and ARGV[i+3] ~= '' and call('GET', marker) == ARGV[i+3] then
+    out[#out+1] = -1
   else
     call('ZREM', queue, member)
     call('ZADD', leases, now + ARGV[1], gid)
@@ -190,6 +200,7 @@ type lease struct {
 	token    string // of this claim
 	delivery int64  // how often it has been claimed without an outcome, this time included
 	pause    bool   // it is given back with a hold; of the worker's goroutine
+	freed    bool   // its worker counts as free already; see exchange
 	settled  atomic.Bool
 }
 
@@ -207,26 +218,119 @@ func (s *store) peek(ctx context.Context, q *Queue, n int64) ([]redis.Z, error) 
 	return s.redis.ZRangeWithScores(ctx, q.keys.queue, 0, n-1).Result()
 }
 
-// claim takes messages out of the queue, those that nobody else has taken meanwhile.
-func (s *store) claim(ctx context.Context, q *Queue, all []*message, ttl time.Duration) ([]*lease, error) {
-	args := []any{ttl.Milliseconds()}
+// call is one run of a script.
+type call struct {
+	what   string // for errors
+	script *redis.Script
+	keys   []string
+	args   []any
+	cmd    *redis.Cmd // what came of it
+}
+
+// size is about how many bytes it has.
+func (c *call) size() int {
+	n := 256
+	for _, a := range c.args {
+		switch a := a.(type) {
+		case []byte:
+			n += len(a)
+		case string:
+			n += len(a)
+		}
+	}
+	return n
+}
+
+// owned is the outcome of a call that returns 0 if somebody else has the message: then errFenced.
+func (c *call) owned() error {
+	n, err := c.cmd.Int()
+	if err != nil {
+		return fmt.Errorf("%s: %w", c.what, err)
+	}
+	return fenced(n == 0)
+}
+
+// run makes one call.
+func (s *store) run(ctx context.Context, c *call) *call {
+	c.cmd = c.script.Run(ctx, s.redis, c.keys, c.args...)
+	return c
+}
+
+// together makes calls one after the other in one round trip, so that a server that writes what it is
+// told to a disk does that once for all. Each succeeds or fails by itself. A cluster keeps no order
+// among calls that are sent together, so there each waits for the one before.
+func (s *store) together(ctx context.Context, all []*call) {
+	if s.cluster {
+		for _, c := range all {
+			s.run(ctx, c)
+		}
+		return
+	}
+	for again := false; len(all) > 0; again = true {
+		pipe := s.redis.Pipeline()
+		for _, c := range all {
+			c.cmd = c.script.EvalSha(ctx, pipe, c.keys, c.args...)
+		}
+		_, _ = pipe.Exec(ctx) // each call has its own error
+		if again {
+			return
+		}
+		var unknown []*call // a server that was started anew has forgotten its scripts
+		for _, c := range all {
+			if redis.HasErrorPrefix(c.cmd.Err(), "NOSCRIPT") {
+				unknown = append(unknown, c)
+			}
+		}
+		if all = unknown; len(all) > 0 {
+			s.teach(ctx)
+		}
+	}
+}
+
+// teach loads the scripts that are called together: all of them, since if one alone were known its call
+// would be made before those that should come first.
+func (s *store) teach(ctx context.Context) {
+	for _, one := range []*redis.Script{claimScript, settleScript, delayScript, releaseScript} {
+		_ = one.Load(ctx, s.redis).Err() // what is still unknown is told by its call; a pipeline would not do
+	}
+}
+
+// claim is a call that takes messages out of a queue.
+type claim struct {
+	*call
+	leases []*lease // that are asked for
+}
+
+// claim asks for messages of a queue, of which others may have taken some meanwhile.
+func (s *store) claim(q *Queue, all []*message, ttl time.Duration) claim {
+	args, k := []any{ttl.Milliseconds()}, q.keys.list()
 	leases := make([]*lease, len(all))
 	for i, m := range all {
 		leases[i] = &lease{m: m, queue: q, token: newToken()}
-		args = append(args, m.gid, m.raw, leases[i].token)
-	}
-	got, err := claimScript.Run(ctx, s.redis, q.keys.list(), args...).Int64Slice()
-	if err != nil {
-		return nil, fmt.Errorf("claim: %w", err)
-	}
-	claimed := leases[:0]
-	for i, n := range got {
-		if n > 0 {
-			leases[i].delivery = n
-			claimed = append(claimed, leases[i])
+		args = append(args, m.gid, m.raw, leases[i].token, m.token)
+		if !s.cluster { // there the markers may be anywhere
+			k = append(k, cancelKey(m.id))
 		}
 	}
-	return claimed, nil
+	return claim{&call{what: "claim", script: claimScript, keys: k, args: args}, leases}
+}
+
+// got is what the claim was given, and which messages were cancelled instead.
+func (c claim) got() (claimed []*lease, cancelled []*message, err error) {
+	counts, err := c.cmd.Int64Slice()
+	if err != nil {
+		return nil, nil, fmt.Errorf("claim: %w", err)
+	}
+	for i, n := range counts {
+		switch l := c.leases[i]; {
+		case n > 0:
+			l.delivery = n
+			claimed = append(claimed, l)
+		case n < 0:
+			cancelled = append(cancelled, l.m)
+		}
+	}
+	return claimed, cancelled, nil
 }
 
 // renew extends leases of one queue and returns those that are lost.
@@ -269,40 +373,45 @@ type settlement struct {
 
 // settle returns errFenced if somebody else has the message.
 func (s *store) settle(ctx context.Context, e settlement) error {
-	k := e.queue.keys.list(e.list, activeKey(e.m.id), cancelKey(e.m.id))
-	pushed := e.result
+	c := s.settling(e)
 	if s.cluster { // the list and the markers may be anywhere
-		k = e.queue.keys.list()
-		if pushed != nil {
+		c.keys = e.queue.keys.list()
+		if e.result != nil {
 			if lost, err := s.holds(ctx, e); err != nil || lost {
 				return errors.Join(err, fenced(lost))
 			}
-			if err := s.redis.LPush(ctx, e.list, pushed).Err(); err != nil {
+			if err := s.redis.LPush(ctx, e.list, e.result).Err(); err != nil {
 				return fmt.Errorf("push the result: %w", err)
 			}
-			pushed = nil
+			c.args[3] = ""
 		}
 	}
+	err := s.run(ctx, c).owned()
+	if err == nil && s.cluster && e.m.token != "" {
+		for _, key := range []string{activeKey(e.m.id), cancelKey(e.m.id)} {
+			_ = dropMarker.Run(ctx, s.redis, []string{key}, e.m.token).Err() // it expires by itself
+		}
+	}
+	return err
+}
+
+// settling is the call of settle.
+func (s *store) settling(e settlement) *call {
 	expired, reason := "", ""
 	if e.expired {
 		expired = "1"
 	}
-	args := []any{e.m.gid, e.token, e.m.raw, pushed, expired, e.m.token, reason, s.deadMax}
+	raw := e.m.raw
+	if e.token != "" {
+		raw = nil // it is known by its lease
+	}
+	args := []any{e.m.gid, e.token, raw, e.result, expired, e.m.token, reason, s.deadMax}
 	if d := e.dead; d != nil {
 		args[6] = d.reason
 		args = append(args, "raw", e.m.raw, "id", e.m.id, "queue", e.queue.Name, "deliveries", d.deliveries,
 			"attempts", d.attempts, "last_status", d.status, "last_error", d.err)
 	}
-	done, err := settleScript.Run(ctx, s.redis, k, args...).Int()
-	if err != nil {
-		return fmt.Errorf("settle: %w", err)
-	}
-	if done == 1 && s.cluster && e.m.token != "" {
-		for _, key := range []string{activeKey(e.m.id), cancelKey(e.m.id)} {
-			_ = dropMarker.Run(ctx, s.redis, []string{key}, e.m.token).Err() // it expires by itself
-		}
-	}
-	return fenced(done == 0)
+	return &call{what: "settle", script: settleScript, keys: e.queue.keys.list(e.list, activeKey(e.m.id), cancelKey(e.m.id)), args: args}
 }
 
 var dropMarker = redis.NewScript(`if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0`)
@@ -331,22 +440,14 @@ func fenced(is bool) error {
 	return nil
 }
 
-// delay puts a leased message aside for a while. It returns errFenced if somebody else has it.
-func (s *store) delay(ctx context.Context, l *lease, d time.Duration, next []byte) error {
-	done, err := delayScript.Run(ctx, s.redis, l.queue.keys.list(), l.m.gid, l.token, d.Milliseconds(), next).Int()
-	if err != nil {
-		return fmt.Errorf("delay: %w", err)
-	}
-	return fenced(done == 0)
+// delay puts a leased message aside for a while, unless somebody else has it.
+func (s *store) delay(l *lease, d time.Duration, next []byte) *call {
+	return &call{what: "delay", script: delayScript, keys: l.queue.keys.list(), args: []any{l.m.gid, l.token, d.Milliseconds(), next}}
 }
 
-// release gives a leased message back as it was. It returns errFenced if somebody else has it.
-func (s *store) release(ctx context.Context, l *lease) error {
-	done, err := releaseScript.Run(ctx, s.redis, l.queue.keys.list(), l.m.gid, l.token).Int()
-	if err != nil {
-		return fmt.Errorf("release: %w", err)
-	}
-	return fenced(done == 0)
+// release gives a leased message back as it was, unless somebody else has it.
+func (s *store) release(l *lease) *call {
+	return &call{what: "release", script: releaseScript, keys: l.queue.keys.list(), args: []any{l.m.gid, l.token}}
 }
 
 // promote puts delayed messages that are due back into the queue.

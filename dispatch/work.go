@@ -124,6 +124,7 @@ func (d *Dispatcher) attempt(ctx context.Context, l *lease, g *grant) {
 	d.metrics.sent(q, m, now)
 	d.step(Sending, m)
 	r := d.send(req.WithContext(limited))
+	q.group.budget.Ended(l.token)
 	d.step(Answered, m)
 	now = time.Now()
 	d.metrics.latency(q, r.taken)
@@ -207,8 +208,9 @@ func (d *Dispatcher) judge(ctx context.Context, l *lease, r reply, sentAt, now t
 		} else {
 			q.outcomes[outcomeFailed].Add(1)
 		}
-		d.metrics.usage(q, r.body)
-		d.settle(l, answered(r.status, r.body), dropped, nil)
+		a := answered(r.status, r.body)
+		d.metrics.usage(q, a.usage)
+		d.settle(l, a, dropped, nil)
 	}
 }
 
@@ -249,7 +251,7 @@ func (d *Dispatcher) again(l *lease, counted bool, sheds int, r reply, hint time
 	if err != nil { // it was parsed before
 		next = m.raw
 	}
-	d.persist(l, Delayed, func(ctx context.Context) error { return d.store.delay(ctx, l, delay, next) })
+	d.persist(l, Delayed, func(context.Context) error { return d.write(l, d.store.delay(l, delay, next)) })
 }
 
 // settle publishes the result of a leased message.
@@ -259,8 +261,12 @@ func (d *Dispatcher) settle(l *lease, r result, dropped string, dead *deadLetter
 		sent++
 	}
 	body := r.of(l.m, l.queue, sent, dropped, d.cfg.ResultExtras, time.Now())
+	e := settlement{queue: l.queue, m: l.m, token: l.token, list: d.listOf(l.queue, l.m), result: body, dead: dead}
 	d.persist(l, Settled, func(ctx context.Context) error {
-		return d.store.settle(ctx, settlement{queue: l.queue, m: l.m, token: l.token, list: d.listOf(l.queue, l.m), result: body, dead: dead})
+		if d.store.cluster {
+			return d.store.settle(ctx, e)
+		}
+		return d.write(l, d.store.settling(e))
 	})
 	if dead != nil {
 		l.queue.letter(dead.reason)
@@ -275,13 +281,13 @@ func (d *Dispatcher) giveBack(ctx context.Context, l *lease) {
 	}
 	if l.pause { // not to be seen by the next round at once
 		if left := time.Until(l.m.deadline); left > 0 {
-			d.persist(l, Released, func(ctx context.Context) error {
-				return d.store.delay(ctx, l, min(d.cfg.RefuseHold, left), l.m.raw)
+			d.persist(l, Released, func(context.Context) error {
+				return d.write(l, d.store.delay(l, min(d.cfg.RefuseHold, left), l.m.raw))
 			})
 			return
 		}
 	}
-	d.persist(l, Released, func(ctx context.Context) error { return d.store.release(ctx, l) })
+	d.persist(l, Released, func(context.Context) error { return d.write(l, d.store.release(l)) })
 }
 
 const (
