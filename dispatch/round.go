@@ -110,6 +110,9 @@ func (d *Dispatcher) round(ctx context.Context, g *group, x *exchange) error {
 		if free <= 0 {
 			continue
 		}
+		if g.budget.Unit() == budget.Requests { // a full queue is not read for the one that may go
+			free = min(free, dec.Allowed)
+		}
 		heads, err := d.heads(ctx, q, free, now)
 		if err != nil {
 			return err
