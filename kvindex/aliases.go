@@ -122,18 +122,18 @@ func (a *aliases) fill(pos int) {
 
 // makeRoom makes both tables ready for one more.
 func (a *aliases) makeRoom() {
-	if !a.byEngine.room(len(a.cells)) {
-		a.byEngine.resize(len(a.cells))
+	if !a.byEngine.room(len(a.cells), len(a.cells)) {
+		a.byEngine.resize(len(a.cells), len(a.cells))
 		for pos := range a.cells {
 			a.byEngine.add(mix(a.cells[pos].engine), pos)
 		}
 	}
-	if !a.bySeq.room(len(a.cells)) {
+	if !a.bySeq.room(len(a.cells), len(a.cells)) {
 		hidden := make(map[uint64]bool, len(a.older)) // aliases that are not the newest
 		for _, e := range a.older {
 			hidden[e] = true
 		}
-		a.bySeq.resize(len(a.cells))
+		a.bySeq.resize(len(a.cells), len(a.cells))
 		for pos, c := range a.cells {
 			if len(hidden) == 0 || !hidden[c.engine] {
 				a.bySeq.add(mix(c.seq), pos)

@@ -280,6 +280,48 @@ func BenchmarkEvents(b *testing.B) {
 	}
 }
 
+// BenchmarkRecord notes where prompts of 512 blocks were sent, among four ranks: the same ones again, and
+// new ones, for which as many go as come; where ranks have room for few of them, and for many.
+func BenchmarkRecord(b *testing.B) {
+	const length = 512
+	for _, room := range []int{10_000, 250_000} {
+		for _, known := range []bool{true, false} {
+			b.Run(fmt.Sprintf("room=%d/known=%v", room, known), func(b *testing.B) {
+				ix := kvindex.New(kvindex.DefaultConfig())
+				r := ix.Routed(kvindex.DefaultRoutedConfig())
+				limits := map[worker.Rank]int{}
+				for id := range worker.ID(4) {
+					limits[worker.Rank{Worker: id}] = room
+				}
+				r.Limit(limits)
+				now, n := time.Unix(1000, 0), uint64(0)
+				local, seqs := make([]uint64, length), make([]uint64, 0, length)
+				record := func() {
+					for i := range local {
+						local[i] = scramble(n*length + uint64(i))
+					}
+					seqs = kvhash.AppendSequences(seqs[:0], local)
+					now = now.Add(time.Millisecond)
+					if _, err := r.Record(worker.Rank{Worker: worker.ID(n % 4)}, local, seqs, now); err != nil {
+						b.Fatal(err)
+					}
+				}
+				for range 4*room/length + 4 {
+					n++
+					record()
+				}
+				b.ReportAllocs()
+				for b.Loop() {
+					if !known {
+						n++
+					}
+					record()
+				}
+			})
+		}
+	}
+}
+
 // BenchmarkMemory tells what an entry takes.
 func BenchmarkMemory(b *testing.B) {
 	requests := load(b)

@@ -112,47 +112,99 @@ func (b *blocks) add(key uint64, p place, seat uint32, known int, from origin) {
 	s := b.shard(p)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	t := s.roomyLocked()
-	if i := t.find(key); i >= 0 {
-		s.version.Add(1)
-		held := holders(t.cells[i].holders.Load())
-		t.cells[i].holders.Store(uint64(s.withLocked(held, seat, known)))
-		s.version.Add(1)
-		return
-	}
+	t := s.roomyLocked(1)
 	near := -1
 	if p%stretch > 0 {
 		near = t.find(from.parent)
 	}
+	s.version.Add(1)
+	s.putLocked(t, key, near, seat, known, from)
+	s.version.Add(1)
+}
+
+// addRun is add for consecutive blocks of a stretch, all of this shard: those of a prompt, given by all its
+// sequence and block hashes, from one up to another. It returns how many it has recorded. Readers wait once
+// for all.
+func (s *shard) addRun(seqs, local []uint64, from, end int, seat uint32, known int) (added int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	t := s.roomyLocked(end - from)
+	near, up := -1, origin{}
+	if from > 0 {
+		up.parent = seqs[from-1]
+	}
+	if from%stretch > 0 {
+		near = t.find(up.parent)
+	}
+	s.version.Add(1)
+	for i := from; i < end; i++ {
+		up.local = local[i]
+		var more bool
+		if near, more = s.putLocked(t, seqs[i], near, seat, known, up); more {
+			added++
+		}
+		up.parent = seqs[i]
+	}
+	s.version.Add(1)
+	return added
+}
+
+// putLocked does add in a table that has room, while the version is odd. near is the cell of the block
+// before, or -1. It returns that of the block, and whether anything has changed.
+func (s *shard) putLocked(t *table, key uint64, near int, seat uint32, known int, from origin) (cell int, more bool) {
+	if i := t.after(near, key); i >= 0 {
+		held := holders(t.cells[i].holders.Load())
+		with := s.withLocked(held, seat, known)
+		if with == held {
+			return i, false
+		}
+		t.cells[i].holders.Store(uint64(with))
+		return i, true
+	}
 	i := s.room.take(t, near)
 	t.origins[i] = from
-	s.version.Add(1)
 	t.cells[i].key.Store(key)
 	t.cells[i].holders.Store(uint64(oneHolder(seat)))
 	s.room.list(t, key, i)
-	s.version.Add(1)
+	return i, true
 }
 
 // remove records that seat does not hold a block any more. It does nothing if it did not.
 func (b *blocks) remove(key uint64, p place, seat uint32, known int) {
-	s := b.shard(p)
+	b.shard(p).remove([]uint64{key}, seat, known)
+}
+
+// removeRun is remove for many blocks; those of one shard should follow each other.
+func (b *blocks) removeRun(keys []uint64, places []place, seat uint32, known int) {
+	for i := 0; i < len(keys); {
+		end := i + 1
+		for end < len(keys) && places[end].shard() == places[i].shard() && end-i < stretch {
+			end++
+		}
+		b.shard(places[i]).remove(keys[i:end], seat, known)
+		i = end
+	}
+}
+
+func (s *shard) remove(keys []uint64, seat uint32, known int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	t := s.table.Load()
 	if t == nil {
 		return
 	}
-	slot, i := t.search(key)
-	if i < 0 {
-		return
-	}
-	held := holders(t.cells[i].holders.Load())
 	s.version.Add(1)
-	left := s.withoutLocked(held, seat, known)
-	t.cells[i].holders.Store(uint64(left))
-	if left == 0 {
-		s.room.unlist(t, slot)
-		s.room.give(t, i)
+	for _, key := range keys {
+		slot, i := t.search(key)
+		if i < 0 {
+			continue
+		}
+		left := s.withoutLocked(holders(t.cells[i].holders.Load()), seat, known)
+		t.cells[i].holders.Store(uint64(left))
+		if left == 0 {
+			s.room.unlist(t, slot)
+			s.room.give(t, i)
+		}
 	}
 	s.version.Add(1)
 	switch n := s.room.live; {
@@ -160,17 +212,34 @@ func (b *blocks) remove(key uint64, p place, seat uint32, known int) {
 		s.swapLocked(nil, room{})
 		s.scratch = nil
 	case n*5 < len(t.cells) && len(t.cells) > minCells:
-		s.swapLocked(resized(t, n))
+		s.swapLocked(resized(t, n, n))
 	}
 }
 
-// roomyLocked returns the shard's table, which has room for one more block.
-func (s *shard) roomyLocked() *table {
+// has tells whether seat holds a block.
+func (b *blocks) has(key uint64, p place, seat uint32) bool {
+	s := b.shard(p)
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	t := s.table.Load()
-	if t != nil && s.room.left(t) {
+	if t == nil {
+		return false
+	}
+	i := t.find(key)
+	if i < 0 {
+		return false
+	}
+	s.scratch = s.rows.seats(s.scratch[:0], holders(t.cells[i].holders.Load()))
+	return slices.Contains(s.scratch, seat)
+}
+
+// roomyLocked returns the shard's table, which has room for n more blocks.
+func (s *shard) roomyLocked(n int) *table {
+	t := s.table.Load()
+	if t != nil && s.room.left(t, n) {
 		return t
 	}
-	return s.swapLocked(resized(t, s.room.live))
+	return s.swapLocked(resized(t, s.room.live, s.room.live+n-1))
 }
 
 // swapLocked puts a table in the place of the shard's, and returns it.
@@ -219,6 +288,9 @@ func (s *shard) withLocked(held holders, seat uint32, known int) holders {
 
 // withoutLocked returns held without seat, 0 if nobody is left.
 func (s *shard) withoutLocked(held holders, seat uint32, known int) holders {
+	if held == oneHolder(seat) {
+		return 0
+	}
 	if held.inline() == 0 && held.dense() {
 		if int(seat)>>6 >= 1<<held.size() {
 			return held

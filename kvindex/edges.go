@@ -47,14 +47,14 @@ func (e *edges) next(from Parent, local uint64) (engine uint64, ok bool) {
 
 // add adds an edge of which neither start nor engine hash is there.
 func (e *edges) add(c edge) {
-	if !e.byEngine.room(len(e.cells)) {
-		e.byEngine.resize(len(e.cells))
+	if !e.byEngine.room(len(e.cells), len(e.cells)) {
+		e.byEngine.resize(len(e.cells), len(e.cells))
 		for pos := range e.cells {
 			e.byEngine.add(mix(e.cells[pos].engine), pos)
 		}
 	}
-	if !e.byStart.room(len(e.cells)) {
-		e.byStart.resize(len(e.cells))
+	if !e.byStart.room(len(e.cells), len(e.cells)) {
+		e.byStart.resize(len(e.cells), len(e.cells))
 		for pos, c := range e.cells {
 			e.byStart.add(startHash(c.from, c.local), pos)
 		}

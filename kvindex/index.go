@@ -20,6 +20,8 @@ type Index struct {
 	// arrivals to wait for a moment without. It comes before all other locks.
 	arrivals sync.RWMutex
 
+	routed atomic.Pointer[Routed] // nil until somebody records decisions
+
 	device *blocks               // by sequence hash
 	roots  [worker.Tiers]*blocks // first blocks in lower tiers, by block hash; none for the device
 }
@@ -159,15 +161,29 @@ func (x *Index) forget(entries int) {
 
 // Clear forgets all blocks of rank, in every tier.
 func (x *Index) Clear(rank worker.Rank) {
+	defer x.unrouted(rank)()
 	if s := x.locked(rank, false); s != nil {
 		defer s.mu.Unlock()
 		x.forget(s.clearLocked(x))
 	}
 }
 
+// unrouted forgets what decisions have told of a rank, and lets none tell more before the returned
+// function is called.
+func (x *Index) unrouted(rank worker.Rank) (done func()) {
+	r := x.routed.Load()
+	if r == nil {
+		return func() {}
+	}
+	r.mu.Lock()
+	r.removeLocked(rank)
+	return r.mu.Unlock
+}
+
 // RemoveRank forgets a rank and its blocks. An unknown one is no error. A later store makes the
 // rank known again, so its events must have ended.
 func (x *Index) RemoveRank(rank worker.Rank) {
+	defer x.unrouted(rank)()
 	if s := x.locked(rank, false); s != nil {
 		defer s.mu.Unlock()
 		x.forget(s.clearLocked(x))

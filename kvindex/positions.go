@@ -87,30 +87,38 @@ func (p *positions) add(h uint64, pos int) {
 	p.slots[i] = uint32(h)&^mask | uint32(pos+2)
 }
 
-// remove empties a slot.
+// remove empties a slot, and the deleted ones before it if no search has to go on behind them.
 func (p *positions) remove(slot int) {
 	p.live--
 	next := slot + 1
 	if next == len(p.slots) {
 		next = 0
 	}
-	if p.slots[next] != 0 { // a search for what lies beyond must not end here
+	if p.slots[next] != 0 {
 		p.slots[slot] = deleted
 		return
 	}
-	p.slots[slot] = 0
-	p.used--
+	for {
+		p.slots[slot] = 0
+		p.used--
+		if slot--; slot < 0 {
+			slot = len(p.slots) - 1
+		}
+		if p.slots[slot] != deleted {
+			return
+		}
+	}
 }
 
-// room tells whether position n can be added, and the table is not far larger than for n of them.
-// If not, resize it and add all again.
-func (p *positions) room(n int) bool {
+// room tells whether a further position, up to most, can be added, and the table is not far larger than
+// for n of them. If not, resize it and add all again.
+func (p *positions) room(n, most int) bool {
 	size := len(p.slots)
-	return (p.used+1)*5 <= size*4 && n+2 < 1<<p.posBits && (n*8 >= size || size <= 16)
+	return (p.used+1)*5 <= size*4 && most+2 < 1<<p.posBits && (n*8 >= size || size <= 16)
 }
 
-// resize empties the table, and makes it of a size for positions up to n.
-func (p *positions) resize(n int) {
+// resize empties the table, and makes it of a size for n positions up to most, and some more.
+func (p *positions) resize(n, most int) {
 	size := max(16, 2*(n+1))
-	*p = positions{slots: make([]uint32, size), posBits: bits.Len(uint(size))}
+	*p = positions{slots: make([]uint32, size), posBits: bits.Len(uint(max(size, 2*(most+1))))}
 }

@@ -29,51 +29,67 @@ var ErrHashes = errors.New("block hashes and sequence hashes must be equally man
 
 // Routed writes into an index what routing decisions make likely: that a rank holds the blocks of
 // a prompt that was sent to it, for some time. It is safe for concurrent use. The index may hold
-// blocks from events too, which never expire.
+// blocks from events too, which never expire; it counts them apart.
 //
 // Who sends a prompt again, or one that goes on from it, moves the deadline of its last block alone: a block
-// stays as long as one that follows it does. So a prompt that is known costs next to nothing.
+// stays as long as one that follows it does. So a prompt that is known costs next to nothing. One that is
+// new costs an entry here and one in the index for each block, and is written a stretch at a time; engines'
+// names for blocks, which are half of what events cost, there are none.
 type Routed struct {
-	ix  *Index
-	cfg RoutedConfig
+	ix *Index
 
 	mu     sync.Mutex // guards what follows; locks of the index are taken after it
+	cfg    RoutedConfig
 	limits map[worker.Rank]int
 	byRank map[worker.Rank]*routes
 	nodes  []node
-	free   []int32  // nodes that are not in use
-	held   int      // nodes in use
-	known  []bool   // scratch
-	gone   []uint64 // scratch
+	free   []int32 // nodes that are not in use
+	held   int     // nodes in use
+	made   uint32  // nodes ever
+
+	gone       []uint64 // scratch: blocks that are being removed
+	gonePlaces []place
+	touched    uint64 // of no meaning, like a source's
 }
 
-// routes are the nodes of one rank.
+// routes are the nodes of one rank. All blocks before one that it has are there too.
 type routes struct {
-	rank   worker.Rank
-	bySeq  map[uint64]int32
-	due    map[int64][]passing // by bucket, in the order of recording; some have a later deadline by now
-	order  []int64             // the buckets of due, the earliest first
-	listed int                 // all of due
+	rank    worker.Rank
+	held    int
+	entries positions           // of nodes that no other one leads to, by sequence hash
+	due     map[int64][]passing // by bucket, in the order of recording; some have a later deadline by now
+	order   []int64             // the buckets of due, the earliest first
+	listed  int                 // all of due
 }
 
-// node is a block that a rank is taken to hold.
+// node is a block that a rank is taken to hold. It is among the entries if it begins a stretch, or if the
+// block before has led to another one when it came: one in sixteen of a new prompt.
 type node struct {
 	seq    uint64
-	at     int64 // its bucket, 0 where only later blocks of a prompt keep it
-	before int32 // the node of the block before, or -1
-	after  int32 // nodes that follow it
-	told   bool  // the index had it already, from events
+	at     int64  // its bucket, 0 where only later blocks of a prompt keep it
+	number uint32 // as which it was made
+	before int32  // the node of the block before, or -1
+	next   int32  // a node of the same stretch that follows it, or -1
+	after  int32  // nodes that follow it
+	place  place
 }
 
 // passing is a node whose time is over in some bucket, if it still has that deadline.
 type passing struct {
-	node int32
-	seq  uint64
+	node   int32
+	number uint32
 }
 
-// NewRouted returns a Routed that has recorded nothing and writes into ix.
-func NewRouted(ix *Index, cfg RoutedConfig) *Routed {
-	return &Routed{ix: ix, cfg: cfg, byRank: map[worker.Rank]*routes{}}
+// Routed returns what routing decisions are written by, the same one each time, with that cfg from now on.
+func (x *Index) Routed(cfg RoutedConfig) *Routed {
+	r := &Routed{ix: x, byRank: map[worker.Rank]*routes{}}
+	if !x.routed.CompareAndSwap(nil, r) {
+		r = x.routed.Load()
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.cfg = cfg
+	return r
 }
 
 // Entries is how many blocks are remembered for a time.
@@ -99,83 +115,141 @@ func (r *Routed) Record(rank worker.Rank, local, seqs []uint64, now time.Time) (
 	if len(local) != len(seqs) {
 		return InvalidBlock, ErrHashes
 	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if r.cfg.TTL <= 0 || len(seqs) == 0 || len(seqs) > r.cfg.MaxEntries {
 		return Stored, nil
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	mine := r.byRank[rank]
-	if mine != nil {
+	if mine := r.byRank[rank]; mine != nil {
 		r.expireLocked(mine, now)
 	}
 	n, last := r.roomLocked(rank, seqs)
 	status := DuplicateStore
-	mine = r.byRank[rank]
 	if n < len(seqs) {
-		var parent Parent
-		if n > 0 {
-			parent = After(seqs[n-1])
-		}
-		r.known = r.ix.known(rank, seqs[n:], r.known[:0])
-		if status = r.ix.Store(rank, worker.Device, parent, seqs[n:], local[n:]); status != Stored && status != DuplicateStore {
+		if status, last = r.storeLocked(rank, local, seqs, n, last); status == Full {
 			return status, nil
 		}
-		if mine == nil {
-			mine = &routes{rank: rank, bySeq: make(map[uint64]int32, len(seqs)), due: map[int64][]passing{}}
-			r.byRank[rank] = mine
-		}
-		for i, seq := range seqs[n:] {
-			last = r.addLocked(mine, seq, last, r.known[i])
-		}
 	}
+	mine := r.byRank[rank]
 	at := (now.Add(r.cfg.TTL).UnixNano() + int64(bucket) - 1) / int64(bucket)
 	if r.nodes[last].at < at {
 		r.nodes[last].at = at
-		r.listLocked(mine, at, passing{last, seqs[len(seqs)-1]})
+		r.listLocked(mine, at, passing{last, r.nodes[last].number})
 	}
 	if limit, ok := r.limits[rank]; ok {
-		for over := len(mine.bySeq) - limit; over > 0 && len(mine.order) > 0; over = len(mine.bySeq) - limit {
+		for over := mine.held - limit; over > 0 && len(mine.order) > 0; over = mine.held - limit {
 			r.dropFirstLocked(mine, r.held-over)
 		}
 	}
 	return status, nil
 }
 
+// storeLocked remembers the blocks of a prompt from the given one on. last is the node of the block before
+// it, then of the prompt's last.
+func (r *Routed) storeLocked(rank worker.Rank, local, seqs []uint64, from int, last int32) (Status, int32) {
+	if !r.ix.budget.take(len(seqs) - from) {
+		return Full, last
+	}
+	s := r.ix.locked(rank, true)
+	if s == nil {
+		r.ix.budget.used.Add(int64(from - len(seqs)))
+		return Full, last
+	}
+	defer s.mu.Unlock()
+	mine := r.byRank[rank]
+	if mine == nil {
+		mine = &routes{rank: rank, due: map[int64][]passing{}}
+		r.byRank[rank] = mine
+	}
+	held, known, status := r.held, r.ix.seats.known(), DuplicateStore
+	for from < len(seqs) {
+		begin := from / stretch * stretch
+		end := min(begin+stretch, len(seqs))
+		at := r.ix.device.first(seqs[begin]) + place(from-begin)
+		for _, seq := range seqs[from:end] {
+			r.touched += r.ix.device.touch(seq, at)
+		}
+		if r.ix.device.shard(at).addRun(seqs, local, from, end, s.seat, known) > 0 {
+			status = Stored
+		}
+		for ; from < end; from++ {
+			last = r.addLocked(mine, seqs[from], at, last)
+			at++
+		}
+	}
+	r.ix.held.Add(int64(r.held - held))
+	return status, last
+}
+
 // roomLocked makes room for a prompt, and tells how many of its leading blocks are remembered, with the
 // node of the last of them.
 func (r *Routed) roomLocked(rank worker.Rank, seqs []uint64) (n int, last int32) {
-	n, last = r.byRank[rank].prefix(seqs)
-	if n > 0 {
-		if r.known = r.ix.known(rank, seqs[n-1:n], r.known[:0]); !r.known[0] { // the index was emptied meanwhile
-			r.removeLocked(r.byRank[rank])
-			n, last = 0, -1
-		}
+	n, last = r.prefixLocked(rank, seqs)
+	if n > 0 && !r.ix.has(rank, seqs[n-1], r.nodes[last].place) { // events have taken it
+		r.removeLocked(rank)
+		n, last = 0, -1
 	}
 	if r.held+len(seqs)-n > r.cfg.MaxEntries {
 		r.pruneLocked(len(seqs) - n)
-		if n, last = r.byRank[rank].prefix(seqs); r.held+len(seqs)-n > r.cfg.MaxEntries { // what it had was the oldest
+		if n, last = r.prefixLocked(rank, seqs); r.held+len(seqs)-n > r.cfg.MaxEntries { // what it had was the oldest
 			r.pruneLocked(len(seqs))
-			n, last = r.byRank[rank].prefix(seqs)
+			n, last = r.prefixLocked(rank, seqs)
 		}
 	}
 	return n, last
 }
 
-// prefix is how many leading blocks of a prompt are remembered, and the node of the last of them, or -1. A
-// prompt that begins like another one has been sent often before, or goes on from one: so it looks from
-// the end.
-func (m *routes) prefix(seqs []uint64) (n int, last int32) {
-	if m != nil {
-		for n := len(seqs); n > 0; n-- {
-			if node, ok := m.bySeq[seqs[n-1]]; ok {
-				return n, node
+// prefixLocked is how many leading blocks of a prompt are remembered, and the node of the last of them, or
+// -1. It finds the last stretch of which something is there. Most prompts are known to the end, or not at
+// all.
+func (r *Routed) prefixLocked(rank worker.Rank, seqs []uint64) (n int, last int32) {
+	m := r.byRank[rank]
+	if m == nil {
+		return 0, -1
+	}
+	last = -1
+	for known, unknown, at := 0, (len(seqs)-1)/stretch+1, (len(seqs)-1)/stretch; known < unknown; at = (known + unknown) / 2 {
+		if i := r.entryLocked(m, seqs[at*stretch]); i < 0 {
+			unknown = at
+			if at > 0 && known == 0 && unknown > 1 { // is anything there at all?
+				if i = r.entryLocked(m, seqs[0]); i < 0 {
+					return 0, -1
+				}
+				known, n, last = 1, 1, i
 			}
+		} else {
+			known, n, last = at+1, at*stretch+1, i
 		}
 	}
-	return 0, -1
+	for ; n > 0 && n < len(seqs) && n%stretch != 0; n++ {
+		next := r.followingLocked(m, last, seqs[n])
+		if next < 0 {
+			break
+		}
+		last = next
+	}
+	return n, last
 }
 
-func (r *Routed) addLocked(of *routes, seq uint64, before int32, told bool) int32 {
+// entryLocked returns the node of a block that is among the entries, or -1.
+func (r *Routed) entryLocked(m *routes, seq uint64) int32 {
+	slot := m.entries.find(mix(seq), func(pos int) bool { return r.nodes[pos].seq == seq })
+	if slot < 0 {
+		return -1
+	}
+	return int32(m.entries.at(slot))
+}
+
+// followingLocked returns the node of a block that follows another one in its stretch, or -1.
+func (r *Routed) followingLocked(m *routes, i int32, seq uint64) int32 {
+	if next := r.nodes[i].next; next >= 0 && r.nodes[next].seq == seq {
+		return next
+	}
+	return r.entryLocked(m, seq)
+}
+
+// addLocked returns the node of a block, which it makes.
+func (r *Routed) addLocked(of *routes, seq uint64, at place, before int32) int32 {
 	var i int32
 	if n := len(r.free); n > 0 {
 		i, r.free = r.free[n-1], r.free[:n-1]
@@ -183,13 +257,35 @@ func (r *Routed) addLocked(of *routes, seq uint64, before int32, told bool) int3
 		i = int32(len(r.nodes))
 		r.nodes = append(r.nodes, node{})
 	}
-	r.nodes[i] = node{seq: seq, before: before, told: told}
-	if before >= 0 {
-		r.nodes[before].after++
-	}
-	of.bySeq[seq] = i
+	r.made++
+	r.nodes[i] = node{seq: seq, number: r.made, before: before, next: -1, place: at}
 	r.held++
+	of.held++
+	if before >= 0 {
+		up := &r.nodes[before]
+		up.after++
+		if at%stretch != 0 && up.next < 0 {
+			up.next = i
+			return i
+		}
+	}
+	if !of.entries.room(of.entries.live, int(i)) {
+		r.resizeLocked(of, int(i))
+	}
+	of.entries.add(mix(seq), int(i))
 	return i
+}
+
+// resizeLocked makes the entries of a rank ready for one more node, i.
+func (r *Routed) resizeLocked(of *routes, i int) {
+	was := of.entries
+	of.entries.resize(was.live, max(i, len(r.nodes)))
+	for slot, v := range was.slots {
+		if v > deleted {
+			pos := was.at(slot)
+			of.entries.add(mix(r.nodes[pos].seq), pos)
+		}
+	}
 }
 
 // Expire removes the blocks whose time is over.
@@ -201,48 +297,64 @@ func (r *Routed) Expire(now time.Time) {
 	}
 }
 
-// Remove forgets the deadlines of a rank that is being removed from the index.
-func (r *Routed) Remove(rank worker.Rank) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.removeLocked(r.byRank[rank])
-}
-
-// RemoveWorker is Remove for all ranks of a worker.
-func (r *Routed) RemoveWorker(id worker.ID) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for rank, one := range r.byRank {
-		if rank.Worker == id {
-			r.removeLocked(one)
-		}
-	}
-}
-
-func (r *Routed) removeLocked(one *routes) {
-	if one == nil {
+// removeLocked forgets all blocks of a rank, if it has any.
+func (r *Routed) removeLocked(rank worker.Rank) {
+	of := r.byRank[rank]
+	if of == nil {
 		return
 	}
-	delete(r.byRank, one.rank)
-	for _, i := range one.bySeq {
-		r.dropLocked(i)
+	delete(r.byRank, rank)
+	for slot, v := range of.entries.slots {
+		if v <= deleted {
+			continue
+		}
+		for i := int32(of.entries.at(slot)); i >= 0; {
+			next := r.nodes[i].next
+			r.dropLocked(i)
+			i = next
+		}
+	}
+	r.takeLocked(rank)
+	if r.held == 0 {
+		r.nodes, r.free = nil, nil
 	}
 }
 
-// dropLocked takes back a node.
+// dropLocked takes back a node, and notes that its block is to go.
 func (r *Routed) dropLocked(i int32) {
+	r.gone, r.gonePlaces = append(r.gone, r.nodes[i].seq), append(r.gonePlaces, r.nodes[i].place)
 	r.nodes[i] = node{}
 	r.free = append(r.free, i)
 	r.held--
 }
 
-// Reset forgets all deadlines. The index is to be emptied after it: what is recorded from now on expires.
-func (r *Routed) Reset() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	clear(r.byRank)
-	r.nodes, r.free, r.held = nil, nil, 0
+// takeLocked takes from the index what was dropped, but for blocks that events have told of.
+func (r *Routed) takeLocked(rank worker.Rank) {
+	r.ix.forget(len(r.gone))
+	if s := r.ix.locked(rank, false); s != nil {
+		left, places := r.gone, r.gonePlaces
+		if len(s.aliases.cells) > 0 {
+			left, places = left[:0], places[:0]
+			for i, seq := range r.gone {
+				if at := r.gonePlaces[i]; s.aliases.findSeq(seq, at) < 0 {
+					left, places = append(left, seq), append(places, at)
+				}
+			}
+		}
+		for i, seq := range left {
+			r.touched += r.ix.device.touch(seq, places[i])
+		}
+		r.ix.device.removeRun(left, places, s.seat, r.ix.seats.known())
+		s.mu.Unlock()
+	}
+	if cap(r.gone) > maxGone {
+		r.gone, r.gonePlaces = nil, nil
+	}
+	r.gone, r.gonePlaces = r.gone[:0], r.gonePlaces[:0]
 }
+
+// maxGone is how many blocks that are being removed there is memory kept for.
+const maxGone = 1 << 14
 
 func (r *Routed) listLocked(of *routes, at int64, p passing) {
 	if _, ok := of.due[at]; !ok {
@@ -251,7 +363,7 @@ func (r *Routed) listLocked(of *routes, at int64, p passing) {
 	}
 	of.due[at] = append(of.due[at], p)
 	of.listed++
-	if of.listed > 4*len(of.bySeq)+1024 {
+	if of.listed > 4*of.held+1024 {
 		r.tidyLocked(of)
 	}
 }
@@ -282,11 +394,10 @@ func (r *Routed) pruneLocked(n int) {
 // dropFirstLocked removes what the first bucket of a rank lists, until no more than target are held in all.
 func (r *Routed) dropFirstLocked(of *routes, target int) {
 	at := of.order[0]
-	r.gone = r.gone[:0]
 	left := of.due[at]
 	for ; len(left) > 0 && r.held > target; left = left[1:] {
 		p := left[0]
-		if !r.hasLocked(of, p, at) {
+		if !r.hasLocked(p, at) {
 			of.listed--
 			continue
 		}
@@ -297,45 +408,50 @@ func (r *Routed) dropFirstLocked(of *routes, target int) {
 				n = -1
 				break
 			}
-			if !one.told {
-				r.gone = append(r.gone, one.seq)
-			}
-			delete(of.bySeq, one.seq)
 			r.dropLocked(n)
-			if n = one.before; n >= 0 {
-				r.nodes[n].after--
+			of.held--
+			leads := false
+			if one.before >= 0 {
+				up := &r.nodes[one.before]
+				up.after--
+				if leads = up.next == n; leads {
+					up.next = -1
+				}
 			}
+			if !leads {
+				of.entries.remove(of.entries.find(mix(one.seq), func(pos int) bool { return pos == int(n) }))
+			}
+			n = one.before
 		}
 		if n >= 0 && r.nodes[n].after == 0 && r.nodes[n].at <= at { // enough: the rest of the prompt stays
 			r.nodes[n].at = at
-			left[0] = passing{n, r.nodes[n].seq}
+			left[0] = passing{n, r.nodes[n].number}
 			break
 		}
 		of.listed--
 	}
-	r.ix.Remove(of.rank, worker.Device, r.gone)
+	r.takeLocked(of.rank)
 	if len(left) > 0 {
 		of.due[at] = left
 		return
 	}
 	delete(of.due, at)
 	of.order = of.order[1:]
-	if len(of.bySeq) == 0 {
+	if of.held == 0 {
 		delete(r.byRank, of.rank)
 	}
 }
 
 // hasLocked tells whether what is listed in a bucket still has that deadline.
-func (r *Routed) hasLocked(of *routes, p passing, at int64) bool {
-	n, ok := of.bySeq[p.seq]
-	return ok && n == p.node && r.nodes[n].at == at
+func (r *Routed) hasLocked(p passing, at int64) bool {
+	return r.nodes[p.node].number == p.number && r.nodes[p.node].at == at
 }
 
 // tidyLocked takes from the lists what has another deadline by now, or none.
 func (r *Routed) tidyLocked(of *routes) {
 	of.listed = 0
 	of.order = slices.DeleteFunc(of.order, func(at int64) bool {
-		kept := slices.DeleteFunc(of.due[at], func(p passing) bool { return !r.hasLocked(of, p, at) })
+		kept := slices.DeleteFunc(of.due[at], func(p passing) bool { return !r.hasLocked(p, at) })
 		if len(kept) == 0 {
 			delete(of.due, at)
 			return true
@@ -346,17 +462,8 @@ func (r *Routed) tidyLocked(of *routes) {
 	})
 }
 
-// known appends for each engine hash whether it means a block on rank's device.
-func (x *Index) known(rank worker.Rank, engine []uint64, dst []bool) []bool {
+// has tells whether a rank holds a block on its device.
+func (x *Index) has(rank worker.Rank, seq uint64, at place) bool {
 	s := x.seats.find(rank)
-	if s == nil {
-		return append(dst, make([]bool, len(engine))...)
-	}
-	s.mu.RLock()
-	defer s.mu.RUnlock()
-	for _, e := range engine {
-		_, _, ok := s.aliases.block(e)
-		dst = append(dst, ok)
-	}
-	return dst
+	return s != nil && x.device.has(seq, at, s.seat)
 }

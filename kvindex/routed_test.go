@@ -22,7 +22,7 @@ type routedIndex struct {
 
 func newRouted(t *testing.T, cfg kvindex.RoutedConfig) *routedIndex {
 	ix := kvindex.New(kvindex.DefaultConfig())
-	return &routedIndex{t: t, ix: ix, r: kvindex.NewRouted(ix, cfg)}
+	return &routedIndex{t: t, ix: ix, r: ix.Routed(cfg)}
 }
 
 func (x *routedIndex) record(rank worker.Rank, at time.Duration, local ...uint64) kvindex.Status {
@@ -89,7 +89,6 @@ func TestRoutedRemove(t *testing.T) {
 	x.record(rankA, 0, 1, 2)
 	x.record(rankA1, 0, 1)
 	x.record(rankC, 0, 1, 2, 3)
-	x.r.Remove(rankC)
 	x.ix.RemoveRank(rankC)
 	if got := x.r.Entries(); got != 3 {
 		t.Errorf("%d entries after a rank has gone, want 3", got)
@@ -98,7 +97,6 @@ func TestRoutedRemove(t *testing.T) {
 	x.ix.Store(rankC, worker.Device, kvindex.Parent{}, kvhash.AppendSequences(nil, local), local)
 	x.want(rankC, time.Minute, 3, 1, 2, 3)
 	x.record(rankA, time.Minute, 1, 2)
-	x.r.RemoveWorker(1)
 	x.ix.RemoveWorker(1)
 	if got := x.r.Entries(); got != 0 {
 		t.Errorf("%d entries after the worker has gone", got)
@@ -137,6 +135,13 @@ func TestRoutedAgainstModel(t *testing.T) {
 		deadlines := map[worker.Rank]map[string]time.Duration{}
 		var now time.Duration
 		prompt := func() []uint64 {
+			if seed%2 == 1 { // over several stretches, apart from some place in one on
+				p, from := make([]uint64, 1+r.IntN(60)), []int{0, 7, 15, 16, 17, 31, 40}[r.IntN(7)]
+				for i := from; i < len(p); i++ {
+					p[i] = uint64(1 + from%3)
+				}
+				return p
+			}
 			p := make([]uint64, 1+r.IntN(4))
 			for i := range p {
 				p[i] = uint64(r.IntN(3))
@@ -148,7 +153,6 @@ func TestRoutedAgainstModel(t *testing.T) {
 			rank := ranks[r.IntN(len(ranks))]
 			switch op := r.IntN(50); {
 			case op == 0:
-				x.r.Remove(rank)
 				x.ix.RemoveRank(rank)
 				delete(deadlines, rank)
 			case op < 30:
@@ -201,11 +205,10 @@ func TestRoutedAfterEmptying(t *testing.T) {
 	x.want(rankA, time.Second, 3, 1, 2, 3)
 	x.record(rankC, time.Second, 1, 2, 3, 4)
 	x.want(rankC, time.Second, 4, 1, 2, 3, 4)
-	x.r.Reset()
+	x.ix.Reset()
 	if n := x.r.Entries(); n != 0 {
 		t.Errorf("%d entries after Reset", n)
 	}
-	x.ix.Reset()
 	x.record(rankA, 9*time.Second, 1, 2)
 	x.want(rankA, 18*time.Second, 2, 1, 2, 3)
 	x.want(rankA, 19*time.Second, 0, 1, 2, 3)

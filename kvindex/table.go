@@ -85,9 +85,9 @@ func (t *table) touch(key uint64) uint32 {
 	return atomic.LoadUint32(&t.slots[home(spread(key), len(t.slots))])
 }
 
-// left tells whether there is room for one more block.
-func (r *room) left(t *table) bool {
-	return (r.free > 0 || r.fresh < len(t.cells)) && (r.used+1)*5 <= len(t.slots)*4
+// left tells whether there is room for n more blocks.
+func (r *room) left(t *table, n int) bool {
+	return r.live+n <= len(t.cells) && (r.used+n)*5 <= len(t.slots)*4
 }
 
 // take returns a cell that is not in use: the one after near, if near is not -1 and it can be had;
@@ -178,10 +178,10 @@ func (r *room) unlist(t *table, slot int) {
 	}
 }
 
-// resized is a copy of a table, or of none, with live blocks in the same order, that is filled to
-// three quarters.
-func resized(was *table, live int) (*table, room) {
-	n := max(minCells, live*4/3+1)
+// resized is a copy of a table, or of none, with live blocks in the same order, that is three quarters
+// full when so many are wanted.
+func resized(was *table, live, wanted int) (*table, room) {
+	n := max(minCells, wanted*4/3+1)
 	t := &table{
 		cells: make([]cell, n), origins: make([]origin, n), slots: make([]uint32, max(minSlots, n*8/5)),
 		posBits: bits.Len(uint(n + 1)),

@@ -146,7 +146,6 @@ func (d *directory) emptiedLocked(w *worker.Worker) {
 		return
 	}
 	d.unlistenLocked(c, w.ID)
-	c.routed.RemoveWorker(w.ID) // first: what is recorded from now on will expire
 	c.blocks.Index.RemoveWorker(w.ID)
 }
 
@@ -200,7 +199,7 @@ func (d *directory) followLocked(key worker.Partition) error {
 			return err
 		}
 		if c == nil || c.blocks != blocks {
-			c = &cache{blocks: blocks, routed: kvindex.NewRouted(blocks.Index, all.routed), listened: map[worker.ID]bool{}}
+			c = &cache{blocks: blocks, routed: blocks.Index.Routed(all.routed), listened: map[worker.ID]bool{}}
 		}
 		c.size.Store(size)
 		c.byEvents.Store(events)
@@ -242,7 +241,6 @@ func (d *directory) restartLocked(key worker.Partition, c *cache) {
 	for id := range c.listened {
 		d.unlistenLocked(c, id)
 	}
-	c.routed.Reset()
 	d.server.caches.index.Release(key)
 }
 
