@@ -261,3 +261,48 @@ func TestRoutedLimit(t *testing.T) {
 	x.record(rankA, 7*time.Second, 1)
 	x.want(rankA, 7*time.Second, 0, 1)
 }
+
+// TestRoutedTakenByEvents: where an engine tells that it has dropped a block after all, the prompt is
+// noted anew.
+func TestRoutedTakenByEvents(t *testing.T) {
+	x := newRouted(t, kvindex.RoutedConfig{TTL: 10 * time.Second, MaxEntries: 100, PruneTo: 0.8})
+	local := chain(100, 40)
+	seqs := kvhash.AppendSequences(nil, local)
+	x.record(rankA, 0, local...)
+	x.record(rankC, 0, local...)
+	x.ix.Store(rankA, worker.Device, kvindex.Parent{}, seqs, local)
+	x.ix.Remove(rankA, worker.Device, seqs[30:])
+	x.want(rankA, 0, 30, local...)
+	x.want(rankC, 0, 40, local...)
+	x.record(rankA, time.Second, local...)
+	x.want(rankA, time.Second, 40, local...)
+	x.want(rankA, 11*time.Second, 30, local...) // as events have told
+	if x.r.Entries() != 0 || x.ix.Entries() != 30 {
+		t.Errorf("%d and %d entries are left, want 0 and 30", x.r.Entries(), x.ix.Entries())
+	}
+}
+
+// TestRoutedFull: what there is no room for in the index is not noted.
+func TestRoutedFull(t *testing.T) {
+	ix := kvindex.New(kvindex.Config{MaxEntries: 50, MaxRanks: 1})
+	x := &routedIndex{t: t, ix: ix, r: ix.Routed(kvindex.RoutedConfig{TTL: time.Hour, MaxEntries: 100, PruneTo: 0.8})}
+	if got := x.record(rankA, 0, chain(0, 51)...); got != kvindex.Full {
+		t.Errorf("Record of 51 blocks = %s, want full", got)
+	}
+	if got := x.record(rankA, 0, chain(0, 40)...); got != kvindex.Stored {
+		t.Errorf("Record of 40 blocks = %s, want ok", got)
+	}
+	if got := x.record(rankC, 0, 1); got != kvindex.Full {
+		t.Errorf("Record for a rank too many = %s, want full", got)
+	}
+	if got := x.record(rankA, 0, chain(1<<20, 11)...); got != kvindex.Full {
+		t.Errorf("Record of 11 more = %s, want full", got)
+	}
+	if got := x.record(rankA, 0, chain(1<<20, 10)...); got != kvindex.Stored || x.r.Entries() != 50 || ix.Entries() != 50 {
+		t.Errorf("Record of 10 more = %s, %d and %d entries, want ok, 50", got, x.r.Entries(), ix.Entries())
+	}
+	ix.Clear(rankA)
+	if x.r.Entries() != 0 || ix.Entries() != 0 {
+		t.Errorf("%d and %d entries are left", x.r.Entries(), ix.Entries())
+	}
+}

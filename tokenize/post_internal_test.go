@@ -198,11 +198,16 @@ func TestMoved(t *testing.T) {
 		}
 	}
 	p, r := mustRead(t, true, "x")
+	var links []*link
 	for _, srv := range []*httptest.Server{old, other} {
 		w.Endpoint = srv.URL
 		if got, _ := x.ask(t.Context(), &p, &r); got.Count != 3 {
 			t.Fatalf("ask = %+v, want 3 tokens", got)
 		}
+		links = append(links, x.servers.of(1, time.Now()).link.Load())
+	}
+	if was, is := links[0].client.Idle(), links[1].client.Idle(); was != 0 || is != 1 {
+		t.Errorf("%d connections to the old server are kept, %d to the other one, want 0, 1", was, is)
 	}
 	end("old")
 	x.Close()
