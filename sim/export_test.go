@@ -119,10 +119,10 @@ func (f *Feed) Told() (last, dropped uint64) {
 	return *l, dropped
 }
 
-// PublishSlowly publishes f as rank 0 of cfg until ctx ends, where libzmq keeps but two batches for
-// a subscriber.
+// PublishSlowly publishes f as rank 0 of cfg until ctx ends, where libzmq keeps few batches for
+// a subscriber: as many as one may be behind who reads, and of whose reading libzmq tells in lots.
 func (f *Feed) PublishSlowly(ctx context.Context, zctx *zmq.Context, cfg Config) error {
 	p := newPublisher(cfg, 0, 0, f.f)
-	p.queue = 2
+	p.queue = 32
 	return p.run(ctx, zctx)
 }
