@@ -32,7 +32,7 @@ func (c *cursor) arrive(s uint64) (a arrival) {
 		a.restarted = true
 		c.applied = sequence{}
 	}
-	a.begins = !c.live.known && s == 0
+	a.begins = !c.live.known && !c.applied.known && s == 0
 	c.live = sequence{s, true}
 	if c.applied.known && s <= c.applied.number {
 		a.skip = true

@@ -19,6 +19,7 @@ type KVConfig struct {
 	ReplayIdle    time.Duration // how long an engine may be silent during a replay
 	ReplayTotal   time.Duration // how long a replay may take
 	SilentAfter   time.Duration // age of a listener that was never sent a batch at which that is worth a warning
+	LinkSilence   time.Duration // on a new connection, after which what may have been missed is asked for
 	StrangerAge   time.Duration // how long recovered blocks are kept for a rank that no publisher speaks for
 }
 
@@ -26,7 +27,7 @@ type KVConfig struct {
 func DefaultKVConfig() KVConfig {
 	return KVConfig{
 		DumpTimeout: time.Minute, RecoveryDelay: time.Second, ReplayIdle: 2 * time.Second, ReplayTotal: 30 * time.Second,
-		SilentAfter: time.Minute, StrangerAge: 10 * time.Minute,
+		SilentAfter: time.Minute, LinkSilence: 30 * time.Second, StrangerAge: 10 * time.Minute,
 	}
 }
 

@@ -21,7 +21,7 @@ type kvEngine struct {
 	zctx     *zmq.Context
 	pub      *zmq.Socket
 	endpoint string
-	replay   string // of the ROUTER, if it was asked for
+	replay   string // of the ROUTER, if it was asked for; where it is to be, if that is set before
 	stop     func()
 
 	mu     sync.Mutex // guards the fields below, which answer requests
@@ -112,7 +112,11 @@ func (e *kvEngine) serve() {
 	e.t.Helper()
 	soc, err := e.zctx.NewSocket(zmq.ROUTER)
 	if err == nil {
-		err = errors.Join(soc.SetLinger(0), soc.SetRcvtimeo(20*time.Millisecond), soc.Bind("tcp://127.0.0.1:*"))
+		at := e.replay
+		if at == "" {
+			at = "tcp://127.0.0.1:*"
+		}
+		err = errors.Join(soc.SetLinger(0), soc.SetRcvtimeo(20*time.Millisecond), soc.Bind(at))
 	}
 	if err != nil {
 		e.t.Fatal(err)

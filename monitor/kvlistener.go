@@ -6,6 +6,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/zeebo/xxh3"
+
 	"spillway/kvindex"
 	"spillway/wire"
 	"spillway/worker"
@@ -60,8 +62,12 @@ type kvListener struct {
 	silent     bool      // no batch has ever come
 	strangers  []uint32
 
+	linked bool // there has been a connection; belongs to the goroutine that receives
+
 	// What follows belongs to the goroutine of run.
 	cursor     cursor
+	digest     uint64 // of the payload of the last batch applied
+	link       kvLink
 	batch      wire.KVBatch
 	normalizer *wire.KVNormalizer
 	counted    wire.KVCounts       // those of normalizer that are in the metrics
@@ -192,6 +198,9 @@ func (l *kvListener) run(ctx context.Context) {
 	for {
 		select {
 		case <-l.queue.filled:
+		case <-l.link.again:
+			l.check(ctx)
+			continue
 		case <-l.done:
 			return
 		case <-ctx.Done():
@@ -203,7 +212,10 @@ func (l *kvListener) run(ctx context.Context) {
 			switch {
 			case b.reached != nil:
 				b.reached <- struct{}{} // has room
-			case !l.over(ctx):
+			case l.over(ctx):
+			case b.news != 0:
+				l.learn(ctx, b.news)
+			default:
 				l.take(ctx, b)
 			}
 			l.queue.done(b)
@@ -223,6 +235,7 @@ func (l *kvListener) over(ctx context.Context) bool {
 
 // take does what a batch that came live asks for.
 func (l *kvListener) take(ctx context.Context, b *kvBatch) {
+	l.link.heard = true
 	a := l.cursor.arrive(b.seq)
 	if a.restarted {
 		l.forget()
@@ -247,7 +260,7 @@ func (l *kvListener) take(ctx context.Context, b *kvBatch) {
 	if l.decode(b.payload) {
 		l.use()
 	}
-	l.settle(b.seq)
+	l.settle(b.seq, b.payload)
 }
 
 // forget drops all that came from a publisher whose process is no more.
@@ -256,6 +269,7 @@ func (l *kvListener) forget() {
 	l.k.log.Info("a publisher of KV events has begun anew", "worker", l.source.Rank.Worker, "dp_rank", l.source.Rank.DP)
 	l.normalizer.Reset()
 	l.void()
+	l.link.doubted, l.link.blamed = sequence{}, time.Time{}
 	l.mu.Lock()
 	l.degraded, l.applied = false, sequence{}
 	l.mu.Unlock()
@@ -275,32 +289,40 @@ func (l *kvListener) void() {
 
 // fill asks the engine for what is missing before batch b, if it can be asked.
 func (l *kvListener) fill(ctx context.Context, a arrival, b *kvBatch) {
-	m := l.k.metrics
-	m.gaps.Inc()
+	l.k.metrics.gaps.Inc()
 	if l.source.Replay == "" {
 		return
 	}
 	ours := l.rankOf(b.payload)
-	outcome, err := l.replay(ctx, a.from, func(seq uint64, payload []byte) string {
-		good := l.decode(payload)
-		if good && l.batch.HasRank && l.batch.Rank != ours && !l.fed[l.batch.Rank] {
-			return replayRank
+	outcome, err := l.replay(ctx, a.from, func(seq uint64, payload []byte) string { return l.catchUp(seq, payload, ours) })
+	l.tellReplay(outcome, err)
+}
+
+// catchUp applies a batch of a replay, unless that was done before. It is the use of replay; ours is
+// the rank that the batches should be of.
+func (l *kvListener) catchUp(seq uint64, payload []byte, ours uint32) string {
+	good := l.decode(payload)
+	if good && l.batch.HasRank && l.batch.Rank != ours && !l.fed[l.batch.Rank] {
+		return replayRank
+	}
+	ok, lost := l.cursor.apply(seq)
+	l.lose(lost, seq)
+	if ok {
+		l.k.metrics.replayed.Inc()
+		if good {
+			l.use()
 		}
-		ok, lost := l.cursor.apply(seq)
-		l.lose(lost, seq)
-		if ok {
-			m.replayed.Inc()
-			if good {
-				l.use()
-			}
-			l.settle(seq)
-		}
-		return ""
-	})
+		l.settle(seq, payload)
+	}
+	return ""
+}
+
+// tellReplay tells what has become of a replay.
+func (l *kvListener) tellReplay(outcome string, err error) {
 	if outcome == "" {
 		return // it is over
 	}
-	m.replays[outcome].Inc()
+	l.k.metrics.replays[outcome].Inc()
 	if outcome != replayComplete {
 		l.warn(kvWarnReplay, "a replay of KV events has failed", "outcome", outcome, "endpoint", l.source.Replay, "err", err)
 	}
@@ -327,7 +349,8 @@ func (l *kvListener) lose(batches, before uint64) {
 }
 
 // settle notes that a batch has been applied.
-func (l *kvListener) settle(seq uint64) {
+func (l *kvListener) settle(seq uint64, payload []byte) {
+	l.digest = xxh3.Hash(payload)
 	l.mu.Lock()
 	l.applied = sequence{seq, true}
 	l.mu.Unlock()

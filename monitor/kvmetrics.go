@@ -31,6 +31,7 @@ type kvMetrics struct {
 	duplicates, removed, removedUnknown, cleared                 prometheus.Counter
 
 	errors   map[string]prometheus.Counter // by what could not be read
+	links    map[string]prometheus.Counter // by who was there
 	replays  map[string]prometheus.Counter // by outcome
 	stored   map[kvindex.Status]prometheus.Counter
 	filtered [wire.KVReasons]prometheus.Counter
@@ -49,7 +50,7 @@ func newKVMetrics(k *KVListeners, reg prometheus.Registerer) *kvMetrics {
 		lost:     counter("spillway_kv_gap_batches_lost_total", "Batches that were missing and that no replay has brought."),
 		replayed: counter("spillway_kv_batches_replayed_total", "Batches applied from replays."),
 		restarts: counter("spillway_kv_restarts_total", "Times that a publisher began anew, so that what it had told was dropped."),
-		errors:   map[string]prometheus.Counter{}, replays: map[string]prometheus.Counter{}, stored: map[kvindex.Status]prometheus.Counter{},
+		errors:   map[string]prometheus.Counter{}, links: map[string]prometheus.Counter{}, replays: map[string]prometheus.Counter{}, stored: map[kvindex.Status]prometheus.Counter{},
 	}
 	warnings := f.NewCounterVec(prometheus.CounterOpts{
 		Name: "spillway_kv_warnings_total", Help: "Events that were odd, but did no harm.",
@@ -60,6 +61,12 @@ func newKVMetrics(k *KVListeners, reg prometheus.Registerer) *kvMetrics {
 	}, []string{"kind"})
 	for _, kind := range []string{kvErrorFrames, kvErrorBatch} {
 		m.errors[kind] = errors.WithLabelValues(kind)
+	}
+	links := f.NewCounterVec(prometheus.CounterOpts{
+		Name: "spillway_kv_link_checks_total", Help: "New connections to publishers heard before, by whether their replays show the same process; unknown is asked again for a while.",
+	}, []string{"publisher"})
+	for _, publisher := range []string{kvSame, kvAnew, kvUnknown} {
+		m.links[publisher] = links.WithLabelValues(publisher)
 	}
 	replays := f.NewCounterVec(prometheus.CounterOpts{
 		Name: "spillway_kv_replays_total", Help: "Requests for missing batches, by what became of them.",

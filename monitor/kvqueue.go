@@ -15,7 +15,10 @@ type kvBatch struct {
 	seq     uint64
 	payload []byte
 	reached chan<- struct{} // if not nil, this is no batch but a mark, to be told of
+	news    kvNews          // if not 0, this is no batch but something to know before the next
 }
+
+func (b *kvBatch) isBatch() bool { return b.reached == nil && b.news == 0 }
 
 // kvQueue hands batches from the goroutine that receives to the one that applies them. The
 // newest are dropped when there is no room, which a listener then sees as a gap.
@@ -33,16 +36,16 @@ func newKVQueue(queued *atomic.Int64) *kvQueue {
 	return &kvQueue{filled: make(chan struct{}, 1), queued: queued}
 }
 
-// put adds a batch. It tells whether there was room; there always is for a mark, unless the queue
-// is closed.
+// put adds a batch. It tells whether there was room; there always is for what is no batch, unless
+// the queue is closed.
 func (q *kvQueue) put(b kvBatch) bool {
 	size := int64(len(b.payload))
-	if q.queued.Add(size) > maxKVQueued && b.reached == nil {
+	if q.queued.Add(size) > maxKVQueued && b.isBatch() {
 		q.queued.Add(-size)
 		return false
 	}
 	q.mu.Lock()
-	if q.closed || q.waiting >= maxKVBatches && b.reached == nil {
+	if q.closed || q.waiting >= maxKVBatches && b.isBatch() {
 		q.mu.Unlock()
 		q.queued.Add(-size)
 		return false

@@ -20,6 +20,7 @@ type kvLine struct {
 	subscription
 	l          *kvListener
 	generation uint64 // of the attempt that it belongs to
+	told       int    // connections of the socket that its listener has been told of
 }
 
 // kvReceiver receives for all listeners. All of it belongs to one goroutine.
@@ -29,8 +30,9 @@ type kvReceiver struct {
 	poller *zmq.Poller             // of the open lines
 	open   map[*zmq.Socket]*kvLine // likewise
 	lines  map[*kvListener]*kvLine
-	opened int       // ever
-	looked time.Time // when listeners and connections were last looked at
+	came   [][][]byte // messages of one turn, kept for its memory
+	opened int        // ever
+	looked time.Time  // when listeners and connections were last looked at
 }
 
 // receive takes in KV events until ctx ends or libzmq cannot go on. Nothing of libzmq is left when
@@ -92,7 +94,7 @@ func (r *kvReceiver) wait(ctx context.Context) error {
 	}
 	for _, p := range ready {
 		if line := r.open[p.Socket]; line != nil {
-			if err := r.take(line, maxKVTurn); err != nil {
+			if err := r.take(line); err != nil {
 				r.fail(line, err, time.Now())
 			}
 		}
@@ -100,12 +102,33 @@ func (r *kvReceiver) wait(ctx context.Context) error {
 	return nil
 }
 
-// take takes in at most so many of the messages that have come on a line.
-func (r *kvReceiver) take(line *kvLine, most int) error {
-	return line.drain(most, kvFrames, func(frames [][]byte) {
+// take takes in some of the messages that have come on a line.
+func (r *kvReceiver) take(line *kvLine) error {
+	err := line.drain(maxKVTurn, kvFrames, func(frames [][]byte) { r.came = append(r.came, frames) })
+	line.look() // afterwards: what came over a connection, libzmq hands out after the news of that
+	line.tell()
+	now := time.Now()
+	for _, frames := range r.came {
 		line.retry = 0
-		line.l.hear(frames, time.Now())
-	})
+		line.l.hear(frames, now)
+	}
+	clear(r.came)
+	r.came = r.came[:0]
+	return err
+}
+
+// tell tells the listener of a connection that takes the place of another one. Before the first one
+// there is nothing to compare with, and after it the first batch tells what is missing.
+func (line *kvLine) tell() {
+	if line.told == line.made {
+		return
+	}
+	line.l.linked = line.l.linked || line.made > line.told+1
+	line.told = line.made
+	if line.l.linked {
+		line.l.queue.put(kvBatch{news: kvLinked})
+	}
+	line.l.linked = true
 }
 
 // look follows what has become of listeners and of connections.
@@ -161,6 +184,7 @@ func (r *kvReceiver) tend(line *kvLine, now time.Time) error {
 		return nil
 	}
 	ended := line.look() // before it is emptied, so that nothing that came is left behind
+	line.tell()
 	switch {
 	case line.connected > 0:
 		line.l.setState(generation, KVActive, nil)
@@ -172,9 +196,14 @@ func (r *kvReceiver) tend(line *kvLine, now time.Time) error {
 	if !ended {
 		return nil
 	}
-	if err := r.take(line, receiveQueue); err != nil {
-		r.fail(line, err, now)
-		return nil
+	for range receiveQueue / maxKVTurn {
+		if err := r.take(line); err != nil {
+			r.fail(line, err, now)
+			return nil
+		}
+	}
+	if !line.look() {
+		return nil // libzmq was faster than we are, and what it now receives must not be lost
 	}
 	line.postpone(now)
 	return r.shut(line)
@@ -188,7 +217,7 @@ func (r *kvReceiver) start(line *kvLine, now time.Time) {
 		line.l.setState(line.generation, KVFailed, err)
 		return
 	}
-	line.failed = false
+	line.failed, line.told = false, 0
 	r.open[line.soc] = line
 	r.poller.Add(line.soc, zmq.POLLIN)
 	line.l.setState(line.generation, KVPending, nil)

@@ -308,8 +308,17 @@ func TestScrapeLoop(t *testing.T) {
 			r := newRig(fast(), busy.Thresholds{DecodeFrac: new(0.85)})
 			tt.w.Endpoint, tt.w.APIKey = srv.URL, "key"
 			w := r.add(t, tt.w)
+			var restarted atomic.Int64
+			r.Restarted = func(id worker.ID) {
+				if restarted.Add(1); id != w.ID {
+					t.Errorf("worker %v began anew, want %v", id, w.ID)
+				}
+			}
 			r.run(t)
 			eventually(t, tt.want, func() bool { return r.status(w.ID) == tt.want })
+			eventually(t, "it is told that the worker began anew, once", func() bool {
+				return restarted.Load() == int64(strings.Count(tt.name, "restart"))
+			})
 		})
 	}
 }

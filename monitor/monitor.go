@@ -37,6 +37,9 @@ type KvWorkerMonitor struct {
 	// Held tells whether the tracker holds reservations for a rank that are so old (30 s) that
 	// the engine should know of them. If nil, nothing is compared.
 	Held func(r worker.Rank, now time.Time) bool
+	// Restarted is told of workers whose pages show that their process has begun anew. If nil,
+	// nobody is.
+	Restarted func(worker.ID)
 	// StaleIsBusy is that --stale-policy is busy, so that an outage of all scrapes refuses
 	// everything and is worth an error.
 	StaleIsBusy bool

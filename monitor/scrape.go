@@ -153,6 +153,9 @@ func (s *scraper) take(body []byte, whole bool, record *worker.Worker, sent time
 		s.m.log.Info("worker was restarted: its earlier numbers are dropped", "worker", record.Name)
 		clear(s.idle)
 		s.askAgain = time.Time{}
+		if s.m.Restarted != nil {
+			s.m.Restarted(record.ID)
+		}
 	}
 	samples := s.history.samples(p, record, sent, s.m.cfg.EnginePrefillEstimate)
 	usage := false

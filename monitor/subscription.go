@@ -36,7 +36,8 @@ type subscription struct {
 
 	soc       *zmq.Socket // nil while closed
 	events    *zmq.Socket // what libzmq tells about the connections of soc
-	connected int         // connections, of which there may be several only if it binds
+	made      int         // connections, ever
+	connected int         // those that there are, of which there may be several only if it binds
 	ended     bool        // the connection is lost, and has not come back by itself
 	failed    bool        // the last attempt to connect found somebody who does not speak ZMQ
 	again     time.Time   // when to open it, while closed
@@ -99,7 +100,7 @@ func (s *subscription) close() error {
 			errs = append(errs, soc.Close())
 		}
 	}
-	s.soc, s.events, s.connected, s.ended = nil, nil, 0, false
+	s.soc, s.events, s.made, s.connected, s.ended = nil, nil, 0, 0, false
 	return errors.Join(errs...)
 }
 
@@ -113,6 +114,7 @@ func (s *subscription) look() (ended bool) {
 		}
 		switch {
 		case event&found != 0:
+			s.made++
 			s.connected++
 			s.failed, s.ended = false, false // libzmq may have been faster than we are
 		case event&refused != 0:

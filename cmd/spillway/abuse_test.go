@@ -225,19 +225,11 @@ func (a *abuse) remembered() {
 	if a.mode != router.KV {
 		return
 	}
-	// Of an engine that has begun anew nothing is known until it tells of something.
-	tell := func(round string) {
-		ends := 0
-		for i, v := range a.workers {
-			ends += v.ends
-			body := fmt.Sprintf(`{"model":"sim-model","max_tokens":1,"prompt":%q}`, strings.Repeat(fmt.Sprintf("The %s of %d. ", round, i), 30))
-			if status, answer, err := v.call(a.t.Context(), http.MethodPost, "/v1/completions", body); err != nil || status != 200 {
-				a.t.Fatalf("a worker answers %d %s, %v", status, answer, err)
-			}
-		}
-		a.t.Logf("%v restarts of engines are seen, of %d ends of workers", a.sum("spillway_kv_restarts_total"), ends)
+	ends := 0
+	for _, v := range a.workers {
+		ends += v.ends
 	}
-	tell("end")
+	a.t.Logf("%v restarts of engines are seen, of %d ends of workers", a.sum("spillway_kv_restarts_total"), ends)
 	caches := func() (holdings, map[worker.Rank]uint64) {
 		all, last := holdings{}, map[worker.Rank]uint64{}
 		for _, v := range a.workers {
@@ -252,39 +244,9 @@ func (a *abuse) remembered() {
 		eventually(a.t, "as many blocks are known as there are", func() bool { all, _ := caches(); return entries() == all.blocks() })
 		return
 	}
-	if a.missedRestart(caches) {
-		for _, v := range a.workers {
-			if status, answer, err := v.call(a.t.Context(), http.MethodPost, "/reset_prefix_cache", ""); err != nil || status != 200 {
-				a.t.Fatalf("a worker answers %d %s, %v", status, answer, err)
-			}
-		}
-		tell("second end")
-	}
 	if want := follows(a.t, a.front, "in the end", caches).blocks(); entries() != want || want == 0 {
 		a.t.Errorf("%d blocks are known, want %d, and some", entries(), want)
 	}
-}
-
-// missedRestart tells whether the index differs from the caches because engines have begun anew that
-// nobody could see do so: they had counted further than before when they were heard again. That is so
-// until their caches are cleared.
-func (a *abuse) missedRestart(caches func() (holdings, map[worker.Rank]uint64)) bool {
-	a.t.Helper()
-	ends := 0
-	for _, v := range a.workers {
-		ends += v.ends
-	}
-	if a.sum("spillway_kv_restarts_total") >= ends {
-		return false
-	}
-	for range 100 {
-		if want, _ := caches(); heldBy(a.t, a.front).equal(want) {
-			return false
-		}
-		time.Sleep(20 * time.Millisecond)
-	}
-	a.t.Log("an engine has begun anew unseen; its blocks are forgotten, and known anew")
-	return true
 }
 
 // returned waits until the front end holds what it held at the start: connections to workers go

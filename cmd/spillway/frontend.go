@@ -122,6 +122,9 @@ func newFrontend(p process, cfg configs.Serving, fleet configs.Fleet, log *slog.
 	}
 	server.Link(watcher.Watch, watcher.Forget)
 	watcher.Needed = routes.ThresholdsSet
+	if listeners != nil {
+		watcher.Restarted = listeners.Restarted
+	}
 	watcher.Held = func(r worker.Rank, now time.Time) bool { return routes.Held(r, now.Add(-oldReservation)) }
 	known, err := fleet.Known()
 	if err != nil {
