@@ -23,28 +23,48 @@ const (
 var ErrNoModels = errors.New("monitor: the worker names no model")
 
 // Discover asks a worker once for the models it serves and returns its record with Models, the
-// base model first, and MaxModelLen filled in. Models that are there already stay. It
+// base model first, Aliases and MaxModelLen filled in. Models that are there already stay. It
 // returns ErrNoModels, or an error of the connection, and then w unchanged. It may be called
 // whether or not Run is running.
 func (m *KvWorkerMonitor) Discover(ctx context.Context, w worker.Worker) (worker.Worker, error) {
-	names, length, err := m.models(ctx, &w)
+	told, err := m.models(ctx, &w)
 	if err != nil {
 		return w, err
 	}
 	if len(w.Models) == 0 {
-		w.Models = names
+		w.Models = told.names
 	}
-	w.MaxModelLen = length
+	w.Aliases, w.MaxModelLen = told.aliases(w.Models), told.length
 	return w, nil
 }
 
-// models asks for the names, base models first, and for the context length of the first.
-func (m *KvWorkerMonitor) models(ctx context.Context, w *worker.Worker) (names []string, length uint64, err error) {
+// served is what a worker tells of the models that it serves.
+type served struct {
+	names  []string          // base models first
+	roots  map[string]string // of base models: what was loaded, which is the same for all names of one
+	length uint64            // context of the first
+}
+
+// aliases are those of names, after the first, by which a worker knows the same base model. Adapters
+// have a parent, and a root of their own.
+func (s *served) aliases(names []string) (same []string) {
+	root, known := s.roots[names[0]]
+	for _, n := range names[1:] {
+		if r, ok := s.roots[n]; ok && known && r == root {
+			same = append(same, n)
+		}
+	}
+	return same
+}
+
+// models asks for the names of the models that a worker serves.
+func (m *KvWorkerMonitor) models(ctx context.Context, w *worker.Worker) (told served, err error) {
 	ctx, cancel := context.WithTimeout(ctx, modelsTimeout)
 	defer cancel()
 	var answer struct {
 		Data []struct {
 			ID          string   `json:"id"`
+			Root        string   `json:"root"`
 			Parent      *string  `json:"parent"`
 			MaxModelLen *float64 `json:"max_model_len"`
 		} `json:"data"`
@@ -57,29 +77,31 @@ func (m *KvWorkerMonitor) models(ctx context.Context, w *worker.Worker) (names [
 		return nil
 	})
 	if err != nil {
-		return nil, 0, fmt.Errorf("monitor: asking for models: %w", err)
+		return told, fmt.Errorf("monitor: asking for models: %w", err)
 	}
+	told.roots = map[string]string{}
 	var adapters []string
 	for _, d := range answer.Data {
 		base := d.Parent == nil || *d.Parent == ""
 		switch {
-		case d.ID == "" || slices.Contains(names, d.ID) || slices.Contains(adapters, d.ID):
+		case d.ID == "" || slices.Contains(told.names, d.ID) || slices.Contains(adapters, d.ID):
 			continue
-		case len(names)+len(adapters) == maxModels:
-			return nil, 0, fmt.Errorf("monitor: %s names more than %d models", url, maxModels)
+		case len(told.names)+len(adapters) == maxModels:
+			return told, fmt.Errorf("monitor: %s names more than %d models", url, maxModels)
 		case !base:
 			adapters = append(adapters, d.ID)
 			continue
 		}
-		if n := d.MaxModelLen; len(names) == 0 && n != nil && *n > 0 && *n <= maxCount {
-			length = uint64(*n)
+		if n := d.MaxModelLen; len(told.names) == 0 && n != nil && *n > 0 && *n <= maxCount {
+			told.length = uint64(*n)
 		}
-		names = append(names, d.ID)
+		told.names = append(told.names, d.ID)
+		told.roots[d.ID] = d.Root
 	}
-	if names = append(names, adapters...); len(names) == 0 {
-		return nil, 0, fmt.Errorf("%w: %s", ErrNoModels, url)
+	if told.names = append(told.names, adapters...); len(told.names) == 0 {
+		return told, fmt.Errorf("%w: %s", ErrNoModels, url)
 	}
-	return names, length, nil
+	return told, nil
 }
 
 // learn keeps the names and the context length of a worker up to date until ctx ends.
@@ -113,15 +135,15 @@ func (m *KvWorkerMonitor) learn(ctx context.Context, w *watch) {
 	}
 }
 
-// refresh asks for the names once and registers the worker anew if they, or the context
-// length, have changed.
+// refresh asks for the names once and registers the worker anew if they, which of them are aliases, or
+// the context length, have changed.
 func (m *KvWorkerMonitor) refresh(ctx context.Context, w *watch) error {
 	record, _ := w.target()
-	names, length, err := m.models(ctx, record)
+	told, err := m.models(ctx, record)
 	if err != nil {
 		return err
 	}
-	next := w.renamed(names, length)
+	next := w.renamed(told)
 	if next == nil {
 		return nil
 	}
@@ -141,17 +163,18 @@ func (m *KvWorkerMonitor) refresh(ctx context.Context, w *watch) error {
 
 // renamed is the record with what has been learnt, or nil if that is nothing new. A length of
 // 0 was not said and changes nothing.
-func (w *watch) renamed(names []string, length uint64) *worker.Worker {
+func (w *watch) renamed(told served) *worker.Worker {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	next := *w.record
 	if w.learns {
-		next.Models = names
+		next.Models = told.names
 	}
-	if length > 0 {
-		next.MaxModelLen = length
+	if told.length > 0 {
+		next.MaxModelLen = told.length
 	}
-	same := next.MaxModelLen == w.record.MaxModelLen && slices.Equal(next.Models, w.record.Models)
+	next.Aliases = told.aliases(next.Models)
+	same := next.MaxModelLen == w.record.MaxModelLen && slices.Equal(next.Models, w.record.Models) && slices.Equal(next.Aliases, w.record.Aliases)
 	if w.gone || same && w.list != nil {
 		return nil
 	}

@@ -19,11 +19,14 @@ func TestNamesAreLearnt(t *testing.T) {
 	models := func(names string, length int) string {
 		var out []string
 		for _, n := range strings.Fields(names) {
-			parent := "null"
+			parent, root := "null", "/models/base"
 			if strings.HasPrefix(n, "lora") {
 				parent = `"base"`
 			}
-			out = append(out, fmt.Sprintf(`{"id":%q,"parent":%s,"max_model_len":%d}`, n, parent, length))
+			if n == "else" {
+				root = "/models/else"
+			}
+			out = append(out, fmt.Sprintf(`{"id":%q,"root":%q,"parent":%s,"max_model_len":%d}`, n, root, parent, length))
 		}
 		return `{"object":"list","data":[` + strings.Join(out, ",") + `]}`
 	}
@@ -34,7 +37,7 @@ func TestNamesAreLearnt(t *testing.T) {
 		var seen []string
 		var refuse error
 		r.Register = func(w *worker.Worker) (*busy.List, error) {
-			seen = append(seen, fmt.Sprint(w.Models, w.MaxModelLen))
+			seen = append(seen, fmt.Sprint(w.Models, w.MaxModelLen, w.Aliases))
 			if refuse != nil {
 				return nil, refuse
 			}
@@ -64,13 +67,15 @@ func TestNamesAreLearnt(t *testing.T) {
 			wait   time.Duration
 			want   string // registered as, "" for not at all
 		}{
-			{"lora1 base alias base", 4096, errors.New("taken"), 5 * time.Second, "[base alias lora1] 4096"},
-			{"lora1 base alias base", 4096, nil, 5 * time.Second, "[base alias lora1] 4096"},
+			{"lora1 base alias base", 4096, errors.New("taken"), 5 * time.Second, "[base alias lora1] 4096 [alias]"},
+			{"lora1 base alias base", 4096, nil, 5 * time.Second, "[base alias lora1] 4096 [alias]"},
 			{"lora1 base alias", 4096, nil, 31 * time.Second, ""},
-			{"base lora1 lora2", 4096, nil, 31 * time.Second, "[base lora1 lora2] 4096"},
-			{"base lora1 lora2", 8192, nil, 31 * time.Second, "[base lora1 lora2] 8192"},
+			{"base lora1 lora2", 4096, nil, 31 * time.Second, "[base lora1 lora2] 4096 []"},
+			{"base lora1 lora2", 8192, nil, 31 * time.Second, "[base lora1 lora2] 8192 []"},
 			{"", 0, nil, 31 * time.Second, ""},
-			{"other", 8192, nil, 31 * time.Second, "[other] 8192"},
+			{"base lora1 loud", 8192, nil, 31 * time.Second, "[base loud lora1] 8192 [loud]"},
+			{"base lora1 else loud", 8192, nil, 31 * time.Second, "[base else loud lora1] 8192 [loud]"},
+			{"other", 8192, nil, 31 * time.Second, "[other] 8192 []"},
 		} {
 			refuse = step.refuse
 			net.set("/v1/models", models(step.models, step.length))

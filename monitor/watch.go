@@ -181,7 +181,7 @@ func (w *watch) takeOver(record *worker.Worker, list *busy.List) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	same := *record
-	same.Models, same.MaxModelLen = w.record.Models, w.record.MaxModelLen
+	same.Models, same.MaxModelLen, same.Aliases = w.record.Models, w.record.MaxModelLen, w.record.Aliases
 	if !reflect.DeepEqual(same, *w.record) {
 		return false
 	}

@@ -125,7 +125,9 @@ func TestFollowsItsDecisions(t *testing.T) {
 // TestKeptApart has prompts that are the same but for what keeps caches apart.
 func TestKeptApart(t *testing.T) {
 	s := newScript(t, saying(answer(200, jsonHeader, reply)))
-	f := begin(t, setup{router: inKV(nil)}, served("w1", s, "m", "lora"), served("w2", s, "m", "lora"))
+	w1, w2 := served("w1", s, "m", "second", "lora"), served("w2", s, "m", "lora", "second")
+	w1.Aliases, w2.Aliases = []string{"second"}, []string{"second"}
+	f := begin(t, setup{router: inKV(nil)}, w1, w2)
 	body := chatOf(sentence(1, 60))
 	image := func(url string) string {
 		return `{"model":"m","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"` + url + `"}},{"type":"text","text":"` + sentence(9, 60) + `"}]}]}`
@@ -142,6 +144,7 @@ func TestKeptApart(t *testing.T) {
 		{"of another tenant", body, "X-Tenant-Id: b", false},
 		{"salted", strings.Replace(body, "{", `{"cache_salt":"s",`, 1), "X-Tenant-Id: a", false},
 		{"salted the same", strings.Replace(body, "{", `{"cache_salt":"s",`, 1), "X-Tenant-Id: b", true},
+		{"by another name", strings.Replace(body, `"m"`, `"second"`, 1), "", true},
 		{"for an adapter", strings.Replace(body, `"m"`, `"lora"`, 1), "", false},
 		{"for the adapter again", strings.Replace(body, `"m"`, `"lora"`, 1), "", true},
 		{"an image", image("http://x/1"), "", false},

@@ -184,13 +184,13 @@ func (x *exchange) blockSize(c *cache) uint32 {
 // defaultBlockSize is that of engines which have not told theirs, in tokens.
 const defaultBlockSize = 16
 
-// adapter is the LoRA adapter that is asked for, "" for none. A further name of a worker may be an alias
-// too; then prompts are only told apart that need not be.
+// adapter is the LoRA adapter that is asked for, "" for none. Until a worker has told whether a further name
+// of it is an alias or an adapter it counts as one: then prompts are only told apart that need not be.
 func (x *exchange) adapter() string {
-	if x.target.Served == x.target.Model {
-		return ""
+	if x.target.Adapter {
+		return x.target.Served
 	}
-	return x.target.Served
+	return ""
 }
 
 // saltTag marks in an engine's events the cache salt of a request: see the key cache_salt.

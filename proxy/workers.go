@@ -73,8 +73,8 @@ func (s *Server) Join(w *worker.Worker) error {
 	return nil
 }
 
-// Learned registers what was learnt of a worker: names, where none were configured, and the
-// context length. It returns the list that reports belong in, or ErrNotWanted.
+// Learned registers what was learnt of a worker: names, where none were configured, which of
+// them are aliases, and the context length. It returns the list that reports belong in, or ErrNotWanted.
 func (s *Server) Learned(w *worker.Worker) (*busy.List, error) {
 	d := &s.workers
 	d.mu.Lock()
@@ -84,7 +84,7 @@ func (s *Server) Learned(w *worker.Worker) (*busy.List, error) {
 		return nil, ErrNotWanted
 	}
 	same := *w
-	same.MaxModelLen = e.record.MaxModelLen
+	same.MaxModelLen, same.Aliases = e.record.MaxModelLen, e.record.Aliases
 	if e.learns {
 		same.Models = e.record.Models
 	}
@@ -157,7 +157,7 @@ func (d *directory) reconcileLocked(e *entry) {
 	next, reasons := e.said.worker()
 	if len(reasons) == 0 {
 		if old := e.record; old != nil && old.Endpoint == next.Endpoint {
-			next.MaxModelLen = old.MaxModelLen
+			next.MaxModelLen, next.Aliases = old.MaxModelLen, old.Aliases
 		} else if old != nil {
 			d.server.Forget(next.ID) // connections to where it was
 		}

@@ -190,6 +190,7 @@ func (r *Router) newPartitionLocked(key worker.Partition, now time.Time) *Partit
 type Target struct {
 	Model     string           // canonical
 	Served    string           // what the worker is asked for
+	Adapter   bool             // Served is an adapter of the model, as far as is known
 	Partition *Partition       // nil while no worker is registered
 	Only      []*worker.Worker // the workers that serve Served, by ID, or nil for all of the partition
 }
@@ -201,7 +202,7 @@ func (r *Router) Resolve(model, tenant string) (Target, error) {
 	if !ok {
 		return Target{}, ErrUnknownModel
 	}
-	t := Target{Model: name.Partition.Model, Served: name.Served, Partition: v.partitions[name.Partition]}
+	t := Target{Model: name.Partition.Model, Served: name.Served, Adapter: name.Adapter, Partition: v.partitions[name.Partition]}
 	if name.Narrowed {
 		t.Only = name.Workers
 		if len(t.Only) == 0 {

@@ -16,7 +16,8 @@ type Catalog struct {
 	names      map[string]string       // any name -> canonical model
 	partitions map[Partition][]*Worker // by ID
 	narrowed   map[servedName][]*Worker
-	models     []string // canonical, sorted
+	adapters   map[servedName]bool // the further names that may be adapters: false for those that all workers call aliases
+	models     []string            // canonical, sorted
 }
 
 // servedName is a further name that some workers of a partition answer to.
@@ -76,6 +77,7 @@ func build(workers []*Worker, configured []string, aliases map[string]string) (*
 	c := &Catalog{
 		workers: workers, configured: configured, aliases: aliases,
 		names: map[string]string{}, partitions: map[Partition][]*Worker{}, narrowed: map[servedName][]*Worker{},
+		adapters: map[servedName]bool{},
 	}
 	means := func(name, model string) error {
 		if had, ok := c.names[name]; ok && had != model {
@@ -98,6 +100,7 @@ func build(workers []*Worker, configured []string, aliases map[string]string) (*
 			if !slices.Contains(w.Models[:i], m) {
 				key := servedName{w.Partition(), m}
 				c.narrowed[key] = append(c.narrowed[key], w)
+				c.adapters[key] = c.adapters[key] || i > 0 && !slices.Contains(w.Aliases, m)
 			}
 		}
 	}
@@ -128,6 +131,7 @@ type Name struct {
 	Served    string    // what to ask the worker for: differs from the client's word for an alias
 	Workers   []*Worker // those of the partition that answer to Served, by ID; read-only
 	Narrowed  bool      // Workers are not the whole partition
+	Adapter   bool      // Served is an adapter of the model, or might be: not all Workers call it an alias
 }
 
 // Resolve finds the partition for a model name and a tenant: the tenant's own if workers are
@@ -146,7 +150,8 @@ func (c *Catalog) Resolve(model, tenant string) (Name, bool) {
 		n.Workers = c.partitions[n.Partition]
 	}
 	if n.Served != canonical {
-		n.Workers, n.Narrowed = c.narrowed[servedName{n.Partition, n.Served}], true
+		key := servedName{n.Partition, n.Served}
+		n.Workers, n.Narrowed, n.Adapter = c.narrowed[key], true, c.adapters[key]
 	}
 	return n, true
 }

@@ -30,9 +30,16 @@ func catalog(t *testing.T, models []string, aliases map[string]string, workers .
 	return c
 }
 
+// named is serving with names of which some are aliases.
+func named(id worker.ID, aliases string, models ...string) *worker.Worker {
+	w := serving(id, "", models...)
+	w.Aliases = strings.Fields(aliases)
+	return w
+}
+
 func TestResolve(t *testing.T) {
-	c := catalog(t, []string{"later"}, map[string]string{"gpt": "base", "best": "base-lora", "soon": "later", "ghost": "nowhere"},
-		serving(2, "", "base", "base-lora"), serving(1, "", "base"), serving(3, "", "base", "base-lora", "base-sql"),
+	c := catalog(t, []string{"later"}, map[string]string{"gpt": "base", "best": "base-lora", "soon": "later", "ghost": "nowhere", "best-second": "second"},
+		named(7, "second third", "twice", "second", "third"), named(8, "second", "twice", "second", "third"), serving(2, "", "base", "base-lora"), serving(1, "", "base"), serving(3, "", "base", "base-lora", "base-sql"),
 		serving(4, "acme", "base", "base-sql"), serving(5, "acme", "own"), serving(6, "", "other"))
 	for _, tt := range []struct {
 		model, tenant string
@@ -42,13 +49,16 @@ func TestResolve(t *testing.T) {
 	}{
 		{model: "base", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "default"}, Served: "base"}, workers: []worker.ID{1, 2, 3}},
 		{model: "gpt", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "default"}, Served: "base"}, workers: []worker.ID{1, 2, 3}},
-		{model: "base-lora", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "default"}, Served: "base-lora", Narrowed: true}, workers: []worker.ID{2, 3}},
-		{model: "best", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "default"}, Served: "base-lora", Narrowed: true}, workers: []worker.ID{2, 3}},
-		{model: "base-sql", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "default"}, Served: "base-sql", Narrowed: true}, workers: []worker.ID{3}},
+		{model: "base-lora", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "default"}, Served: "base-lora", Narrowed: true, Adapter: true}, workers: []worker.ID{2, 3}},
+		{model: "best", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "default"}, Served: "base-lora", Narrowed: true, Adapter: true}, workers: []worker.ID{2, 3}},
+		{model: "base-sql", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "default"}, Served: "base-sql", Narrowed: true, Adapter: true}, workers: []worker.ID{3}},
 		{model: "base", tenant: "acme", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "acme"}, Served: "base"}, workers: []worker.ID{4}},
-		{model: "base-sql", tenant: "acme", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "acme"}, Served: "base-sql", Narrowed: true}, workers: []worker.ID{4}},
+		{model: "base-sql", tenant: "acme", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "acme"}, Served: "base-sql", Narrowed: true, Adapter: true}, workers: []worker.ID{4}},
 		{model: "base-lora", tenant: "acme", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "acme"}, Served: "base-lora", Narrowed: true}},
 		{model: "base", tenant: "nobody", want: worker.Name{Partition: worker.Partition{Model: "base", Tenant: "default"}, Served: "base"}, workers: []worker.ID{1, 2, 3}},
+		{model: "second", want: worker.Name{Partition: worker.Partition{Model: "twice", Tenant: "default"}, Served: "second", Narrowed: true}, workers: []worker.ID{7, 8}},
+		{model: "best-second", want: worker.Name{Partition: worker.Partition{Model: "twice", Tenant: "default"}, Served: "second", Narrowed: true}, workers: []worker.ID{7, 8}},
+		{model: "third", want: worker.Name{Partition: worker.Partition{Model: "twice", Tenant: "default"}, Served: "third", Narrowed: true, Adapter: true}, workers: []worker.ID{7, 8}},
 		{model: "own", want: worker.Name{Partition: worker.Partition{Model: "own", Tenant: "default"}, Served: "own"}},
 		{model: "own", tenant: "acme", want: worker.Name{Partition: worker.Partition{Model: "own", Tenant: "acme"}, Served: "own"}, workers: []worker.ID{5}},
 		{model: "later", want: worker.Name{Partition: worker.Partition{Model: "later", Tenant: "default"}, Served: "later"}},
@@ -71,10 +81,10 @@ func TestResolve(t *testing.T) {
 			t.Errorf("Canonical(%q) = %q, %v, want %q", tt.model, model, known, tt.want.Partition.Model)
 		}
 	}
-	if got, want := c.Models(), []string{"base", "later", "nowhere", "other", "own"}; !slices.Equal(got, want) {
+	if got, want := c.Models(), []string{"base", "later", "nowhere", "other", "own", "twice"}; !slices.Equal(got, want) {
 		t.Errorf("Models() = %v, want %v", got, want)
 	}
-	want := []string{"base", "base-lora", "base-sql", "best", "ghost", "gpt", "later", "nowhere", "other", "own", "soon"}
+	want := []string{"base", "base-lora", "base-sql", "best", "best-second", "ghost", "gpt", "later", "nowhere", "other", "own", "second", "soon", "third", "twice"}
 	if got := c.Names(); !slices.Equal(got, want) {
 		t.Errorf("Names() = %v, want %v", got, want)
 	}

@@ -69,6 +69,7 @@ type Worker struct {
 	MaxConcurrency      uint32      `koanf:"max_concurrency"`
 	Taints              []string    `koanf:"taints"` // labels that requests can require or prefer
 	MaxModelLen         uint64      `koanf:"-"`      // tokens; learnt from the worker's /v1/models
+	Aliases             []string    `koanf:"-"`      // those of Models that are further names of the base model, not adapters; learnt likewise
 
 	KVEvents map[uint32]string `koanf:"kv_events_endpoints"` // by rank, where its engine publishes KV events; see CheckEventEndpoint
 	KVReplay map[uint32]string `koanf:"replay_endpoints"`    // by rank, where it sends those again that were lost, or ""
