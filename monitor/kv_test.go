@@ -581,7 +581,9 @@ func TestKVUnregisteredSpokesman(t *testing.T) {
 // Two tell of events by type and status.
 func TestKVEventCounters(t *testing.T) {
 	e := newKVEngine(t, "tcp://127.0.0.1:*", false)
-	r := newKVRig(t, patientKV())
+	cfg := patientKV()
+	cfg.ComponentMetrics = true
+	r := newKVRig(t, cfg)
 	r.register(e)
 	r.run()
 	e.subscribed()
@@ -603,6 +605,8 @@ func TestKVEventCounters(t *testing.T) {
 		{"spillway_kv_events_total", []string{"removed", "ok"}, 1},
 		{"spillway_kv_events_total", []string{"cleared", "ok"}, 1},
 		{"spillway_kv_events_total", []string{"stored", "full"}, 0},
+		{"dynamo_component_kv_cache_events_applied", []string{"stored", "parent_block_not_found"}, 1},
+		{"dynamo_component_kv_cache_events_applied", []string{"cleared", "ok"}, 1},
 		{"spillway_kv_warnings_total", []string{"duplicate_store"}, 1},
 		{"spillway_kv_filtered_total", []string{"block_size_mismatch"}, 1},
 		{"spillway_kv_filtered_total", []string{"placeholder"}, 1},

@@ -14,13 +14,14 @@ type KVConfig struct {
 	Peers       []string      `koanf:"peers" usage:"base URLs of indexers or select-services whose /dump is read at start-up; the first that answers is enough"`
 	DumpTimeout time.Duration `koanf:"dump-timeout" usage:"how long a peer's /dump may take"`
 
-	// What follows has no key: operators need not choose it, but tests must.
-	RecoveryDelay time.Duration // before the first peer is asked, so that it has heard what we have not
-	ReplayIdle    time.Duration // how long an engine may be silent during a replay
-	ReplayTotal   time.Duration // how long a replay may take
-	SilentAfter   time.Duration // age of a listener that was never sent a batch at which that is worth a warning
-	LinkSilence   time.Duration // on a new connection, after which what may have been missed is asked for
-	StrangerAge   time.Duration // how long recovered blocks are kept for a rank that no publisher speaks for
+	// What follows has no key: operators need not choose it, but commands and tests must.
+	ComponentMetrics bool          // also under the names of Dynamo's component
+	RecoveryDelay    time.Duration // before the first peer is asked, so that it has heard what we have not
+	ReplayIdle       time.Duration // how long an engine may be silent during a replay
+	ReplayTotal      time.Duration // how long a replay may take
+	SilentAfter      time.Duration // age of a listener that was never sent a batch at which that is worth a warning
+	LinkSilence      time.Duration // on a new connection, after which what may have been missed is asked for
+	StrangerAge      time.Duration // how long recovered blocks are kept for a rank that no publisher speaks for
 }
 
 // DefaultKVConfig has no peers.

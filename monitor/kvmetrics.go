@@ -87,6 +87,9 @@ func newKVMetrics(k *KVListeners, reg prometheus.Registerer) *kvMetrics {
 	m.removed = events.WithLabelValues(wire.KVRemove.String(), kvStatusOK)
 	m.removedUnknown = events.WithLabelValues(wire.KVRemove.String(), kvStatusUnknown)
 	m.cleared = events.WithLabelValues(wire.KVClear.String(), kvStatusOK)
+	if k.cfg.ComponentMetrics {
+		reg.MustRegister(appliedEvents{events})
+	}
 	filtered := f.NewCounterVec(prometheus.CounterOpts{
 		Name: "spillway_kv_filtered_total", Help: "KV events, or parts of them, that were not meant for the index or made no sense.",
 	}, []string{"reason"})
@@ -96,6 +99,31 @@ func newKVMetrics(k *KVListeners, reg prometheus.Registerer) *kvMetrics {
 	reg.MustRegister(kvGauges{k})
 	return m
 }
+
+// appliedEvents shows the events that reached the index by the name that they have in Dynamo.
+type appliedEvents struct{ events *prometheus.CounterVec }
+
+var appliedEventsDesc = prometheus.NewDesc("dynamo_component_kv_cache_events_applied",
+	"KV events that reached the index, of all tiers.", []string{"event_type", "status"}, nil)
+
+func (a appliedEvents) Describe(ch chan<- *prometheus.Desc) { ch <- appliedEventsDesc }
+
+func (a appliedEvents) Collect(ch chan<- prometheus.Metric) {
+	all := make(chan prometheus.Metric, 32) // more than there are types and statuses
+	a.events.Collect(all)
+	close(all)
+	for m := range all {
+		ch <- renamed{m, appliedEventsDesc}
+	}
+}
+
+// renamed is a metric under another description.
+type renamed struct {
+	prometheus.Metric
+	desc *prometheus.Desc
+}
+
+func (r renamed) Desc() *prometheus.Desc { return r.desc }
 
 // count adds what a normaliser has counted since was, and remembers it there.
 func (m *kvMetrics) count(was, now *wire.KVCounts) {

@@ -24,7 +24,9 @@ func followCaches(cfg configs.Serving, server *proxy.Server, index *kvindex.Part
 	if decides.Mode != router.KV || !decides.Cost.UseKVEvents || decides.Cost.Weights(nil).Credit == 0 {
 		return nil
 	}
-	listeners := monitor.NewKVListeners(monitor.DefaultKVConfig(), index, log, metrics)
+	hears := monitor.DefaultKVConfig()
+	hears.ComponentMetrics = true
+	listeners := monitor.NewKVListeners(hears, index, log, metrics)
 	server.ListenBy(func(w *worker.Worker, p *kvindex.Partition) {
 		for _, dp := range slices.Sorted(maps.Keys(w.KVEvents)) {
 			err := listeners.Register(monitor.KVSource{
