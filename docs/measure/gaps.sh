@@ -16,7 +16,7 @@ RT=${RT:-}                                             # "chrt -r" beside other 
 WINDOW=${WINDOW:-240}                                  # seconds of arrivals
 SPEED=${SPEED:-1.3} PROFILE=${PROFILE:-0.692,120s}     # 0.4 to 2.2
 COUNT=${COUNT:-5000} ORDER=${ORDER:-0}
-BASELINE=${BASELINE:-0.5} MAX_SYS=${MAX_SYS:-256} GATE=${GATE-',"accounting":"cap"'} DISPATCH=${DISPATCH:---concurrency 512}
+BASELINE=${BASELINE:-0.5} MAX_SYS=${MAX_SYS:-256} GATE=${GATE-',"accounting":"cap"'} DISPATCH=${DISPATCH:---concurrency 512 --budget-log-interval 1s}
 FRONT=${FRONT:---router-mode kv --router-prefill-load-scale 4 --active-decode-blocks-threshold 0.86 --active-prefill-tokens-threshold 27000 --queue-size 8 --queue-timeout 500ms}
 
 dir=$OUT/$name
