@@ -83,6 +83,11 @@ func TestLongPrompts(t *testing.T) {
 					if want := slow.query(p, true); !slices.Equal(m.Ranks, want) {
 						t.Fatalf("step %d: %x: got %v, want %v", step, p, m.Ranks, want)
 					}
+					ix.QueryChained(p, kvhash.AppendSequences(nil, p), &m)
+					m.Sort()
+					if want := slow.query(p, true); !slices.Equal(m.Ranks, want) {
+						t.Fatalf("step %d: chained %x: got %v, want %v", step, p, m.Ranks, want)
+					}
 				}
 				if got, want := ix.Entries(), slow.entries(); got != want {
 					t.Fatalf("step %d: %d entries, want %d", step, got, want)

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"testing"
 
+	"spillway/kvhash"
 	"spillway/kvindex"
 	"spillway/worker"
 )
@@ -134,6 +135,10 @@ func (tr *trial) compare(ix *kvindex.Index, how string) {
 		ix.Query(local, &tr.m)
 		if tr.m.Sort(); !slices.Equal(tr.m.Ranks, want) {
 			tr.fail("%s %v: got %v, want %v", how, local, tr.m.Ranks, want)
+		}
+		ix.QueryChained(local, kvhash.AppendSequences(nil, local), &tr.m)
+		if tr.m.Sort(); !slices.Equal(tr.m.Ranks, want) {
+			tr.fail("chained %s %v: got %v, want %v", how, local, tr.m.Ranks, want)
 		}
 		want = tr.model.query(local, false)
 		ix.QueryDevice(local, &tr.m)

@@ -32,30 +32,33 @@ type hit struct{ seat, blocks uint32 }
 
 // Query finds how much of a prompt, given by the hashes of its blocks, each rank holds, in all
 // tiers, and leaves it in m. The time it takes depends on how much matches.
-func (x *Index) Query(local []uint64, m *Matches) { x.query(local, m, true) }
+func (x *Index) Query(local []uint64, m *Matches) { x.query(local, nil, m, true) }
+
+// QueryChained is Query for who has the sequence hashes too.
+func (x *Index) QueryChained(local, seqs []uint64, m *Matches) { x.query(local, seqs, m, true) }
 
 // QueryDevice is Query for the device alone: Host and Disk are 0 in all matches.
-func (x *Index) QueryDevice(local []uint64, m *Matches) { x.query(local, m, false) }
+func (x *Index) QueryDevice(local []uint64, m *Matches) { x.query(local, nil, m, false) }
 
-func (x *Index) query(local []uint64, m *Matches, lower bool) {
+func (x *Index) query(local, seqs []uint64, m *Matches, lower bool) {
 	for range patience {
 		reused := x.seats.reused.Load()
-		x.queryOnce(local, m, lower)
+		x.queryOnce(local, seqs, m, lower)
 		if x.seats.reused.Load() == reused {
 			return // each seat belonged to one rank all the while
 		}
 	}
 	x.arrivals.RLock() // ranks come and go; none can come now
 	defer x.arrivals.RUnlock()
-	x.queryOnce(local, m, lower)
+	x.queryOnce(local, seqs, m, lower)
 }
 
-func (x *Index) queryOnce(local []uint64, m *Matches, lower bool) {
+func (x *Index) queryOnce(local, seqs []uint64, m *Matches, lower bool) {
 	m.Ranks, m.hits = m.Ranks[:0], m.hits[:0]
 	if len(local) == 0 {
 		return
 	}
-	m.device(x.device, local)
+	m.device(x.device, local, seqs)
 	p := x.seats.plan.Load() // after the seats were read, so that it has them all
 	m.Ranks = slices.Grow(m.Ranks, len(m.hits))[:len(m.hits)]
 	for i, h := range m.hits {
@@ -67,8 +70,9 @@ func (x *Index) queryOnce(local []uint64, m *Matches, lower bool) {
 	}
 }
 
-// device finds who holds the longest prefix, block by block until nobody is left.
-func (m *Matches) device(b *blocks, local []uint64) {
+// device finds who holds the longest prefix, block by block until nobody is left. seqs are the sequence
+// hashes, or nil if they are to be computed.
+func (m *Matches) device(b *blocks, local, seqs []uint64) {
 	m.seqs = append(m.seqs[:0], local[0])
 	s := b.shard(b.first(local[0]))
 	var held holders
@@ -80,7 +84,7 @@ func (m *Matches) device(b *blocks, local []uint64) {
 	m.same = held
 	for i := 1; i < len(local); {
 		if i+stretch > len(m.seqs) && len(m.seqs) < len(local) {
-			m.lookAhead(b, local)
+			m.lookAhead(b, local, seqs)
 		}
 		if i%stretch == 0 {
 			s, m.near = b.shard(b.first(m.seqs[i])), -1
@@ -101,15 +105,20 @@ func (m *Matches) device(b *blocks, local []uint64) {
 // lookAhead computes the next sequence hashes, as many as there are but no more than a stretch,
 // and looks at where their blocks are, so that what is not in the processor's cache comes
 // meanwhile. Those of one stretch are side by side.
-func (m *Matches) lookAhead(b *blocks, local []uint64) {
+func (m *Matches) lookAhead(b *blocks, local, seqs []uint64) {
 	n := len(m.seqs)
-	seq := m.seqs[n-1]
-	for _, l := range local[n:min(len(local), n+min(n, stretch))] {
-		seq = kvhash.Next(seq, l)
-		if len(m.seqs)%stretch == 0 {
-			m.touched += b.touch(seq, b.first(seq))
+	end := min(len(local), n+min(n, stretch))
+	if seqs != nil {
+		m.seqs = append(m.seqs, seqs[n:end]...)
+	} else {
+		seq := m.seqs[n-1]
+		for _, l := range local[n:end] {
+			seq = kvhash.Next(seq, l)
+			m.seqs = append(m.seqs, seq)
 		}
-		m.seqs = append(m.seqs, seq)
+	}
+	if begin := (n + stretch - 1) / stretch * stretch; begin < end {
+		m.touched += b.touch(m.seqs[begin], b.first(m.seqs[begin]))
 	}
 }
 

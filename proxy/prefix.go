@@ -88,7 +88,7 @@ func (x *exchange) inform(now time.Time) (time.Time, error) {
 
 // match asks the index how much of a prompt of so many tokens ranks have.
 func (k *prefix) match(tokens uint64) *kvindex.Matches {
-	k.cache.blocks.Index.Query(k.locals, &k.matches)
+	k.cache.blocks.Index.QueryChained(k.locals, k.seqs, &k.matches)
 	if k.words == 0 {
 		return &k.matches
 	}

@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"math"
-	"math/bits"
 	"sync"
 )
 
@@ -116,7 +115,8 @@ func (a *answer) list(c *cursor) bool {
 }
 
 // row reads IDs as far as nothing but digits and a comma makes each, and leaves the rest: the last one,
-// and what lies too near to the end. It takes eight digits at a time.
+// and what lies too near to the end. Of long ones it takes eight digits at a time. Of short ones it does
+// not: the next ID would have to wait until the length of this one is computed, where it now is guessed.
 func (a *answer) row(c *cursor) {
 	const (
 		all   = 0x0101010101010101
@@ -125,19 +125,14 @@ func (a *answer) row(c *cursor) {
 	b, ids := c.b[c.i:], a.ids
 	for len(b) > maxDigits {
 		w := (*[maxDigits + 1]byte)(b)
-		digits := binary.LittleEndian.Uint64(w[:]) ^ zeros // those of them below 10 are digits
-		others := (digits + (0x80-10)*all | digits) & (0x80 * all)
-		var id uint64
-		var n int
-		if others != 0 {
-			n = bits.TrailingZeros64(others) / 8
-			id = eight(digits << (64 - 8*n)) // zeros before them
-		} else { // rarely, and where n need not be waited for
+		id, n := uint64(0), 0
+		// Bytes of digits are below 10 now; if one is not, it or what is added to it has the upper bit.
+		if digits := binary.LittleEndian.Uint64(w[:]) ^ zeros; (digits+(0x80-10)*all|digits)&(0x80*all) == 0 {
 			id, n = eight(digits), 8
-			for n < maxDigits && w[n]-'0' <= 9 {
-				id = id*10 + uint64(w[n]-'0')
-				n++
-			}
+		}
+		for n < maxDigits && w[n]-'0' <= 9 {
+			id = id*10 + uint64(w[n]-'0')
+			n++
 		}
 		if n == 0 || w[n] != ',' || w[0] == '0' && n > 1 || id > math.MaxUint32 {
 			break

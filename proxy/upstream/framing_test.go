@@ -1,6 +1,7 @@
 package upstream_test
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"strings"
@@ -250,5 +251,79 @@ func TestBigHeadDoesNotKeepItsBuffer(t *testing.T) {
 	}
 	if n := resp.BufferBytes(); n > 16<<10 {
 		t.Errorf("%d bytes of buffer in the body, want at most 16 KiB", n)
+	}
+}
+
+// TestBigReadsOfChunks: a large chunk is read past the buffer, and whatever follows it is taken for what it
+// is, in whatever pieces all of it comes and is read.
+func TestBigReadsOfChunks(t *testing.T) {
+	var text strings.Builder
+	for i := 0; text.Len() < 200_000; i++ {
+		fmt.Fprintf(&text, "%d,", i)
+	}
+	body := text.String()
+	chunked := func(sizes ...int) string {
+		all, rest := "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", body
+		for _, n := range sizes {
+			all += fmt.Sprintf("%x\r\n%s\r\n", n, rest[:n])
+			rest = rest[n:]
+		}
+		return all
+	}
+	for _, tt := range []struct {
+		name   string
+		answer string
+		hangup bool
+		whole  int // bytes of the body
+		err    string
+	}{
+		{name: "one", answer: chunked(150_000) + "0\r\n\r\n", whole: 150_000},
+		{name: "large and small", answer: chunked(50_000, 3, 20_000, 16_383, 16_384, 16_385, 1, 40_000) + "0\r\nX-Sum: 1\r\n\r\n", whole: 159_156},
+		{name: "longer than said", answer: chunked(100_000)[:100_000] + strings.Repeat("x", 200) + "\r\n0\r\n\r\n", err: "framing"},
+		{name: "cut short", answer: chunked(100_000)[:90_000], hangup: true, err: "truncated"},
+	} {
+		for _, size := range []int{16 << 10, 17_001, 1 << 20} {
+			for _, piece := range []int{1000, 16_500, 1 << 20} {
+				t.Run(fmt.Sprintf("%s/read=%d/piece=%d", tt.name, size, piece), func(t *testing.T) {
+					w := newWorker(t, func(p *peer) {
+						for {
+							if _, ok := p.request(); !ok {
+								return
+							}
+							for rest := tt.answer; rest != ""; rest = rest[min(piece, len(rest)):] {
+								p.say(rest[:min(piece, len(rest))])
+							}
+							if tt.hangup {
+								return
+							}
+						}
+					})
+					c := w.client(t, upstream.Config{})
+					for i := range 2 {
+						resp, err := c.Do(t.Context(), post("x"))
+						if err != nil {
+							t.Fatal(err)
+						}
+						var got []byte
+						buf := make([]byte, size)
+						for err == nil {
+							var n int
+							n, err = resp.Read(buf)
+							got = append(got, buf[:n]...)
+						}
+						if err == io.EOF {
+							err = nil
+						}
+						if want := cmp.Or(tt.err, "none"); kind(err) != want {
+							t.Errorf("exchange %d: %v, want %s", i, err, want)
+						}
+						if tt.err == "" && (string(got) != body[:tt.whole] || resp.Reused() != (i > 0)) {
+							t.Errorf("exchange %d: %d bytes, reused %v, want %d", i, len(got), resp.Reused(), tt.whole)
+						}
+						_ = resp.Close()
+					}
+				})
+			}
+		}
 	}
 }

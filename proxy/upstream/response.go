@@ -109,7 +109,7 @@ func (r *Response) Read(p []byte) (int, error) {
 		return 0, nil
 	}
 	if len(r.pending) == 0 {
-		if r.err == nil && r.in.r == r.in.w && len(p) >= readBytes && r.body.framing != byChunks {
+		if r.err == nil && r.in.r == r.in.w && len(p) >= readBytes && (r.body.framing != byChunks || r.body.part == chunkData && r.body.left >= readBytes) {
 			return r.readInto(p)
 		}
 		r.advance()
@@ -122,14 +122,12 @@ func (r *Response) Read(p []byte) (int, error) {
 	return 0, r.err
 }
 
-// readInto reads a body without chunks past the buffer.
+// readInto reads a body, or of one in chunks what is left of a large chunk, past the buffer.
 func (r *Response) readInto(p []byte) (int, error) {
 	n, err := r.conn.nc.Read(p[:min(int64(len(p)), r.body.left)])
 	if n > 0 {
-		if r.body.framing == byLength {
-			if r.body.left -= int64(n); r.body.left == 0 {
-				r.err = io.EOF
-			}
+		if r.body.left -= int64(n); r.body.left == 0 && r.body.framing == byLength {
+			r.err = io.EOF
 		}
 		return n, nil
 	}
