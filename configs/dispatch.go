@@ -46,7 +46,7 @@ func (c InnerDispatch) Ineffective() error {
 func (Dispatch) Deprecated() map[string]string {
 	return map[string]string{
 		"prometheus-cache-ttl":  "Prometheus is asked in the background, every --metrics-poll-interval",
-		"metrics-endpoint-auth": "the metrics have a port of their own, --metrics-port",
+		"metrics-endpoint-auth": "the metrics ask for the token in --metrics-endpoint-token-file, if it is set",
 	}
 }
 

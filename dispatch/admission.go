@@ -5,11 +5,14 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/http"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
 
 	"github.com/redis/go-redis/v9"
+
+	"spillway/dispatch/budget"
 )
 
 // answer is what a gate says of one message.
@@ -28,13 +31,37 @@ type admission interface {
 	apply(ctx context.Context, m *message, g *grant) (answer, error)
 }
 
-// grant is what gates have given a message. It belongs to one goroutine at a time.
+// grant is what gates have given a message. It belongs to one goroutine at a time, but for keep.
 type grant struct {
-	releases []func(context.Context)
-	refresh  []func(context.Context) // called with each heartbeat
-	labels   map[string]string       // what gates have found out, over the message's own
-	dropped  result
-	chosen   bool // the message is no longer among those that may be chosen; of the round's goroutine
+	mu      sync.Mutex // guards taken
+	taken   []taken
+	labels  map[string]string // what gates have found out, over the message's own
+	dropped result
+	chosen  bool // the message is no longer among those that may be chosen; of the round's goroutine
+}
+
+// taken is something that is to be given back.
+type taken struct {
+	release func(context.Context)
+	refresh func(context.Context) // called with each heartbeat, or nil
+}
+
+func (g *grant) take(t taken) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.taken = append(g.taken, t)
+}
+
+// keep has what was taken not expire.
+func (g *grant) keep(ctx context.Context) {
+	g.mu.Lock()
+	all := slices.Clone(g.taken)
+	g.mu.Unlock()
+	for _, t := range all {
+		if t.refresh != nil {
+			t.refresh(ctx)
+		}
+	}
 }
 
 // label is one of the message, as gates have changed it.
@@ -49,12 +76,12 @@ func (g *grant) label(m *message, name string) string {
 func (g *grant) release(ctx context.Context) { g.rollback(ctx, 0) }
 
 func (g *grant) rollback(ctx context.Context, to int) {
-	for i := len(g.releases) - 1; i >= to; i-- {
-		g.releases[i](ctx)
-	}
-	g.releases = g.releases[:to]
-	if to == 0 {
-		g.refresh = nil
+	g.mu.Lock()
+	back := slices.Clone(g.taken[to:])
+	g.taken = g.taken[:to]
+	g.mu.Unlock()
+	for _, t := range slices.Backward(back) {
+		t.release(ctx)
 	}
 }
 
@@ -62,12 +89,22 @@ func (g *grant) rollback(ctx context.Context, to int) {
 type chain []admission
 
 func (c chain) apply(ctx context.Context, m *message, g *grant) (answer, error) {
-	before := len(g.releases)
+	before := len(g.taken)
 	for _, a := range c {
 		if said, err := a.apply(ctx, m, g); err != nil || said != proceed {
 			g.rollback(ctx, before)
 			return said, err
 		}
+	}
+	return proceed, nil
+}
+
+// room refuses messages while sources leave none.
+type room struct{ budget *budget.Group }
+
+func (r room) apply(context.Context, *message, *grant) (answer, error) {
+	if r.budget.Decide(time.Now()).State != budget.Open {
+		return refuse, nil
 	}
 	return proceed, nil
 }
@@ -120,11 +157,11 @@ func (l *localMax) apply(_ context.Context, _ *message, g *grant) (answer, error
 		return refuse, nil
 	}
 	l.taken++
-	g.releases = append(g.releases, func(context.Context) {
+	g.take(taken{release: func(context.Context) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		l.taken--
-	})
+	}})
 	return proceed, nil
 }
 
@@ -173,8 +210,10 @@ func (q *redisQuota) apply(ctx context.Context, m *message, g *grant) (answer, e
 	if q.concurrency {
 		ttl := orSeconds(q.window, 300)
 		if got, err = acquireScript.Run(ctx, q.redis, key, q.limit, ttl).Int(); err == nil && got == 1 {
-			g.releases = append(g.releases, func(ctx context.Context) { _ = giveBackScript.Run(ctx, q.redis, key, ttl).Err() }) // else it expires
-			g.refresh = append(g.refresh, func(ctx context.Context) { _ = q.redis.Expire(ctx, key[0], time.Duration(ttl)*time.Second).Err() })
+			g.take(taken{
+				release: func(ctx context.Context) { _ = giveBackScript.Run(ctx, q.redis, key, ttl).Err() }, // else it expires
+				refresh: func(ctx context.Context) { _ = q.redis.Expire(ctx, key[0], time.Duration(ttl)*time.Second).Err() },
+			})
 		}
 	} else {
 		now := time.Now().UnixNano()

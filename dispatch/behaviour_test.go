@@ -3,6 +3,7 @@ package dispatch_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -413,6 +414,8 @@ func TestPrometheus(t *testing.T) {
 			vector("0.5", "0.6")
 		case m == "empty" || strings.Contains(m, "weaker"):
 			vector()
+		case m == "warns":
+			_, _ = io.WriteString(w, `{"status":"success","data":{"resultType":"scalar","result":[1,"0.5"]},"warnings":["a shard is down"]}`)
 		case m == "scalar":
 			_, _ = io.WriteString(w, `{"status":"success","data":{"resultType":"scalar","result":[1,"0.5"]}}`)
 		default:
@@ -435,6 +438,8 @@ func TestPrometheus(t *testing.T) {
 		mode.Store(tt.mode)
 		eventually(t, tt.mode+" is "+tt.state, func() bool { return d.status().Groups[0].State == tt.state })
 	}
+	mode.Store("warns")
+	eventually(t, "the log tells what Prometheus warns of", func() bool { return strings.Contains(d.logs(), "a shard is down") })
 	if got := asked.Load(); got != "POST /prefix/api/v1/query Bearer first us" {
 		t.Errorf("asked by %v", got)
 	}
@@ -568,6 +573,10 @@ func TestCluster(t *testing.T) {
 		if err := dispatch.Enqueue(ctx, c, queue, s, time.Now()); err != nil {
 			t.Fatal(err)
 		}
+	}
+	again := dispatch.Submission{ID: "0", Deadline: time.Now().Unix() + 1000, Payload: json.RawMessage(prompt), ResultQueue: "elsewhere", Once: true}
+	if err := dispatch.Enqueue(ctx, c, "plain", again, time.Now()); !errors.Is(err, dispatch.ErrActive) {
+		t.Errorf("Enqueue of what is in work: %v, want ErrActive", err)
 	}
 	begin(t, r, setup{doc: map[string]any{"mode": "cluster"}}, queueDoc{"queue_name": "plain", "igw_base_url": g.URL}, queueDoc{"queue_name": "with:{tag}:q", "igw_base_url": g.URL})
 	for _, o := range r.results("elsewhere", all) {

@@ -33,6 +33,7 @@ type Config struct {
 	HealthPort  int    `koanf:"health-port" usage:"port of /healthz and /readyz; 0 takes a free one"`
 	MetricsPort int    `koanf:"metrics-port" usage:"port of /metrics; 0 takes a free one"`
 	APIKey      string `koanf:"api-key" usage:"bearer token that --port then asks for"`
+	MetricsKey  string `koanf:"metrics-endpoint-token-file" usage:"file of a bearer token that --metrics-port then asks for"`
 
 	RequestTimeout   time.Duration `koanf:"request-timeout" usage:"limit of one attempt; the deadline of the request is one too"`
 	DrainTimeout     time.Duration `koanf:"drain-timeout" usage:"how long requests in flight may take after SIGTERM; what is left then goes back into the queue"`
@@ -45,6 +46,7 @@ type Config struct {
 
 	PrometheusURL    string        `koanf:"prometheus-url" usage:"Prometheus that gates ask"`
 	MetricsPoll      time.Duration `koanf:"metrics-poll-interval" usage:"how often it is asked"`
+	QueryTimeout     time.Duration `koanf:"query-timeout" usage:"how long it may take to answer, or a front end"`
 	BacklogPoll      time.Duration `koanf:"metrics-backlog-poll-interval" usage:"how often queues are measured; 0 is off"`
 	BudgetLog        time.Duration `koanf:"budget-log-interval" usage:"how often the log tells of each budget while something is queued or in flight; 0 is off"`
 	MaxSampleAge     time.Duration `koanf:"max-sample-age" usage:"age at which a sample from Prometheus is believed no longer; of scraped ones a sixth of it"`
@@ -105,7 +107,7 @@ func DefaultConfig() Config {
 		TransportKind: "redis-sortedset", Concurrency: 64, Host: "0.0.0.0", Port: 8093, HealthPort: 8081, MetricsPort: 9090,
 		RequestTimeout: 5 * time.Minute, DrainTimeout: 2 * time.Minute, MaxAttempts: 10, MaxResponseBytes: 32 << 20,
 		StreamPolicy: "force_off", ResultExtras: true, ResultPrecedence: "message",
-		MetricsPoll: 2 * time.Second, BacklogPoll: 15 * time.Second, BudgetLog: 10 * time.Second, MaxSampleAge: 30 * time.Second,
+		MetricsPoll: 2 * time.Second, QueryTimeout: queryTimeout, BacklogPoll: 15 * time.Second, BudgetLog: 10 * time.Second, MaxSampleAge: 30 * time.Second,
 		OverloadCooldown: 5 * time.Second, OverloadExempt: []string{"rejected-context-cancelled", "rejected-shutting-down"},
 		LeaseTTL: time.Minute, ReapInterval: 5 * time.Second, MaxDeliveries: 5, DeadLetterMax: 10000, CancelPoll: time.Second,
 		ResultHoldMax: 10 * time.Minute, RefuseHold: time.Second, PoolWaitMax: 10 * time.Second,
@@ -138,7 +140,7 @@ func (c Config) Validate() error {
 		fail("max-attempts", "%d is negative", c.MaxAttempts)
 	}
 	for key, d := range map[string]time.Duration{
-		"request-timeout": c.RequestTimeout, "metrics-poll-interval": c.MetricsPoll, "max-sample-age": c.MaxSampleAge,
+		"request-timeout": c.RequestTimeout, "query-timeout": c.QueryTimeout, "metrics-poll-interval": c.MetricsPoll, "max-sample-age": c.MaxSampleAge,
 		"overload-cooldown": c.OverloadCooldown, "reap-interval": c.ReapInterval, "cancel-poll-interval": c.CancelPoll,
 		"result-hold-max": c.ResultHoldMax, "refuse-hold": c.RefuseHold, "pool-wait-max": c.PoolWaitMax,
 	} {
@@ -182,6 +184,7 @@ type Transport struct {
 	PollMS        int      `json:"poll_interval_ms"`
 	BatchSize     int      `json:"batch_size"` // most claims of one round, 0: as many as there are free workers
 	EnableTracing bool     `json:"enable_tracing"`
+	Dedupe        string   `json:"dedupe"` // active: what is submitted here is refused while its ID is in work; "": it is a new generation
 	Queues        []*Queue `json:"queues"`
 }
 
@@ -208,6 +211,8 @@ type Queue struct {
 	ahead   []head               // that were seen and not taken yet, in their order; of that goroutine too
 	seen    time.Time            // when
 	depth   atomic.Pointer[depth]
+	failing atomic.Bool // the gate could not be asked about a message
+	shut    time.Time   // then, until when it is asked no more; of the round's goroutine
 	counts
 }
 
@@ -256,6 +261,9 @@ func (c Config) transport(getenv func(string) string) (*Transport, error) {
 	}
 	if t.PollMS < 10 || t.PollMS > 60000 || t.BatchSize < 0 || len(t.Queues) == 0 || len(t.Queues) > 1000 {
 		return nil, errors.New("transport-config: poll_interval_ms must be within 10..60000, batch_size not negative, and there must be 1 to 1000 queues")
+	}
+	if t.Dedupe != "" && t.Dedupe != "active" {
+		return nil, fmt.Errorf("transport-config: dedupe %q is not active", t.Dedupe)
 	}
 	seen := map[string]bool{}
 	for _, q := range t.Queues {

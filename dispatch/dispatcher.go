@@ -42,6 +42,7 @@ type Dispatcher struct {
 	gates     map[string]redis.UniversalClient // of gates, by address
 	pools     map[string]*workers
 	groups    []*group
+	watched   []*group // sources of gates without a budget; no queues
 	queues    []*Queue
 	merge     *mergePolicy
 	transform []transformer
@@ -67,8 +68,8 @@ type Dispatcher struct {
 // workers is a pool of them.
 type workers struct {
 	pool
-	gate *gate
-	free atomic.Int64
+	admit admission // or nil
+	free  atomic.Int64
 }
 
 // group is a budget and the queues that share it.
@@ -110,7 +111,7 @@ func New(cfg Config, getenv func(string) string, reg prometheus.Registerer, log 
 	if d.store, err = connect(t, cfg); err != nil {
 		return nil, err
 	}
-	asks, err := newAsker(cfg.Prometheus)
+	asks, err := newAsker(cfg.Prometheus, cfg.QueryTimeout, log)
 	if err != nil {
 		return nil, fmt.Errorf("metrics-tls-ca: %w", err)
 	}
@@ -123,12 +124,15 @@ func New(cfg Config, getenv func(string) string, reg prometheus.Registerer, log 
 		w := &workers{pool: p}
 		w.free.Store(int64(p.Workers))
 		total += p.Workers
-		b := &builder{cfg: cfg, workers: p.Workers, metrics: asks, clients: d.gates}
+		b := &builder{cfg: cfg, workers: p.Workers, metrics: asks, clients: d.gates, owner: "worker pool " + p.ID}
 		if p.GateType != "" {
-			if w.gate, err = b.build(p.GateType, p.GateParams, 0); err != nil {
+			g, err := b.build(p.GateType, p.GateParams, 0)
+			if err != nil {
 				return nil, fmt.Errorf("pool-config-file: pool %q: %w", p.ID, err)
 			}
+			w.admit = g.whole()
 		}
+		d.watched = append(d.watched, b.watched...)
 		d.pools[p.ID] = w
 	}
 	if err := d.makeGroups(asks); err != nil {
@@ -183,11 +187,12 @@ func (d *Dispatcher) makeGroups(asks *asker) error {
 		if w == nil {
 			return fmt.Errorf("queue %q: worker_pool_id %q is no pool", q.Name, q.PoolID)
 		}
-		b := &builder{cfg: d.cfg, workers: w.Workers, metrics: asks, clients: d.gates}
+		b := &builder{cfg: d.cfg, workers: w.Workers, metrics: asks, clients: d.gates, owner: "queue " + q.ID}
 		g, err := b.build(q.GateType, q.GateParams, 0)
 		if err != nil {
 			return fmt.Errorf("queue %q: %w", q.Name, err)
 		}
+		d.watched = append(d.watched, b.watched...)
 		q.workers, q.gate, q.holds = w, g, map[string]time.Time{}
 		name := cmp.Or(q.Group, g.pool, "queue "+q.ID)
 		grp := byName[name]
@@ -216,29 +221,39 @@ func (d *Dispatcher) makeGroups(asks *asker) error {
 			}
 			g.inputs = []input{{id: "constant", name: "constant", source: budget.Source{Accounting: budget.Cap}, reader: constantReader{float64(capacity)}, every: time.Minute}}
 		}
-		var sources []budget.Source
 		for _, in := range g.inputs {
 			if in.source.Rule.Unit != g.inputs[0].source.Rule.Unit {
 				return fmt.Errorf("budget_group %q: gates count in %v and in %v", g.name, g.inputs[0].source.Rule.Unit, in.source.Rule.Unit)
 			}
-			sources = append(sources, in.source)
-			g.states = append(g.states, &inputState{})
 		}
-		latch := budget.Latch{
-			Config: budget.LatchConfig{Cooldown: d.cfg.OverloadCooldown, Settle: sources[0].Lag, IgnoreLate: d.cfg.IgnoreLateSheds},
-			Rand:   rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())),
-		}
-		g.budget = budget.NewGroup(latch, sources...)
+		g.begin(d.cfg)
 	}
 	d.label()
 	return nil
 }
 
+// begin makes the budget of the group's inputs.
+func (g *group) begin(cfg Config) {
+	var sources []budget.Source
+	for _, in := range g.inputs {
+		sources = append(sources, in.source)
+		g.states = append(g.states, &inputState{})
+	}
+	g.budget = budget.NewGroup(budget.Latch{
+		Config: budget.LatchConfig{Cooldown: cfg.OverloadCooldown, Settle: g.inputs[0].settle, IgnoreLate: cfg.IgnoreLateSheds, Ramp: g.inputs[0].ramp},
+		Rand:   rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())),
+	}, sources...)
+}
+
+// read are all groups with sources to be read.
+func (d *Dispatcher) read() []*group { return slices.Concat(d.groups, d.watched) }
+
 // label has no two groups called the same: a pool that two of them have, or one that is called like a
 // group, stands for neither.
 func (d *Dispatcher) label() {
-	for _, g := range d.groups {
-		shared := slices.ContainsFunc(d.groups, func(o *group) bool { return o != g && (o.pool == g.pool || o.name == g.pool) })
+	all := d.read()
+	for _, g := range all {
+		shared := slices.ContainsFunc(all, func(o *group) bool { return o != g && (o.pool == g.pool || o.name == g.pool) })
 		if g.label = g.pool; g.pool == "" || shared {
 			g.label = g.name
 		}
@@ -252,7 +267,7 @@ func (d *Dispatcher) announce() {
 			d.log.Warn("a queue has no gate: it is sent as fast as workers are free", "queue", q.Name)
 		}
 	}
-	for _, g := range d.groups {
+	for _, g := range d.read() {
 		for _, in := range g.inputs {
 			r := in.source.Rule
 			d.log.Info("gate", "group", g.name, "source", in.name, "baseline", r.Baseline, "unit", r.Unit.String(), "closing_load_per_endpoint", in.per*(1-r.Baseline))
@@ -273,7 +288,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	keeping, stopKeeping := context.WithCancel(context.WithoutCancel(ctx))
 	var kept sync.WaitGroup
 	kept.Go(func() { d.heartbeats(keeping) })
-	for _, g := range d.groups {
+	for _, g := range d.read() {
 		for i := range g.inputs {
 			kept.Go(func() { d.poll(keeping, g, i) })
 		}

@@ -15,12 +15,14 @@ import (
 	"spillway/dispatch/budget"
 )
 
-// gate is what a gate_type and its gate_params say: what is read, and what is asked of each message.
+// gate is what a gate_type and its gate_params say. A queue's has a budget made of what is read, and what
+// is asked of each message; all else that may have a gate has no budget, so that a message is refused while
+// a source leaves no room.
 type gate struct {
-	pool     string  // inference pool, "" if it has none
-	inputs   []input // what the budget is made of; none for a gate that only looks at messages
-	admit    admission
-	warnings []string
+	pool   string           // inference pool, "" if it has none
+	inputs []input          // what the budget is made of; none for a gate that only looks at messages
+	admit  admission        // of a queue's gate, or nil
+	whole  func() admission // of one without a budget, which may be nil. It has the sources watched.
 }
 
 // input is one source of a budget and how it is read.
@@ -31,6 +33,16 @@ type input struct {
 	reader reader
 	every  time.Duration // between readings
 	per    float64       // capacity of one endpoint, NaN if it is not known here
+	sizes
+}
+
+// sizes are parameters of whoever goes by a budget: the first input of a group has those of all.
+type sizes struct {
+	patience time.Duration // for which a request that is too large waits for more room
+	reject   bool          // what exceeds all capacity then gets an error, and is not sent alone
+	output   int64         // tokens that count for a request that sets no limit
+	settle   time.Duration // a reading must be newer by so much to end an overload
+	ramp     float64       // part of N that may be sent after an overload, doubled with each reading
 }
 
 // builder makes gates.
@@ -39,6 +51,8 @@ type builder struct {
 	workers int // of the pool that the gate is for: the capacity where none is known
 	metrics *asker
 	clients map[string]redis.UniversalClient // by address, of gates in Redis; closed by their user
+	owner   string                           // whose gates they are, for names
+	watched []*group                         // what is to be read beside the budgets
 }
 
 // maxDepth bounds gates in gates.
@@ -60,17 +74,41 @@ func (b *builder) build(kind string, raw json.RawMessage, depth int) (*gate, err
 	p := newParams(raw)
 	g, err := make(p, depth)
 	if err == nil {
+		for i := range g.inputs {
+			if in := &g.inputs[i]; in.id == "" {
+				in.id, in.name, in.sizes = kind+" "+string(raw), kind, readSizes(p, in.source.Lag)
+			}
+		}
 		err = p.close()
 	}
 	if err != nil {
 		return nil, fmt.Errorf("gate %s: %w", kind, err)
 	}
-	for i := range g.inputs {
-		if g.inputs[i].id == "" {
-			g.inputs[i].id, g.inputs[i].name = kind+" "+string(raw), kind
+	if g.whole == nil {
+		g.whole = func() admission {
+			if len(g.inputs) == 0 {
+				return g.admit
+			}
+			return b.watch(g.inputs)
 		}
 	}
 	return g, nil
+}
+
+// readSizes reads what all gates with a budget have in common, and who goes by it has to know.
+func readSizes(p *params, lag time.Duration) sizes {
+	return sizes{
+		patience: p.duration("oversize_patience", 30*time.Second), reject: p.oneOf("oversize_policy", "alone", "reject") == "reject",
+		output: int64(p.integer("default_output_tokens", 256, 0)), settle: p.duration("settle", lag), ramp: p.number("recovery_ramp", 1, 1e-3, 1),
+	}
+}
+
+// watch has sources read for an admission.
+func (b *builder) watch(inputs []input) admission {
+	w := &group{name: fmt.Sprintf("%s gate %d", b.owner, len(b.watched)+1), inputs: inputs}
+	w.begin(b.cfg)
+	b.watched = append(b.watched, w)
+	return room{w.budget}
 }
 
 // rule reads what all gates with a budget have in common. per is the capacity of one endpoint in the
@@ -125,6 +163,7 @@ func (b *builder) client(p *params) redis.UniversalClient {
 				return nil
 			}
 		}
+		opt.MaxRetries, opt.DialerRetries = -1, 1 // whoever asks will ask again, and others wait for the answer
 		b.clients[address] = redis.NewClient(opt)
 	}
 	return b.clients[address]
@@ -178,7 +217,7 @@ func (b *builder) prometheus(p *params) *promAPI {
 	if u, err := url.Parse(from); err != nil || u.Host == "" {
 		p.fail("url", fmt.Errorf("neither it nor prometheus-url is the URL of a Prometheus"))
 	}
-	return &promAPI{b.metrics, strings.TrimSuffix(from, "/")}
+	return &promAPI{asker: b.metrics, url: strings.TrimSuffix(from, "/")}
 }
 
 // ready is the expression of ready endpoints.
@@ -344,6 +383,7 @@ func (b *builder) composite(p *params, depth int) (*gate, error) {
 	}
 	g := &gate{}
 	var chained chain
+	var inside []*gate
 	for i, e := range all {
 		if e.Type == "" {
 			e.Type = e.Alias
@@ -358,13 +398,25 @@ func (b *builder) composite(p *params, depth int) (*gate, error) {
 		if g.pool == "" {
 			g.pool = inner.pool
 		}
-		g.inputs, g.warnings = append(g.inputs, inner.inputs...), append(g.warnings, inner.warnings...)
+		g.inputs, inside = append(g.inputs, inner.inputs...), append(inside, inner)
 		if inner.admit != nil {
 			chained = append(chained, inner.admit)
 		}
 	}
 	if len(chained) > 0 {
 		g.admit = chained
+	}
+	g.whole = func() admission {
+		var all chain
+		for _, inner := range inside {
+			if a := inner.whole(); a != nil {
+				all = append(all, a)
+			}
+		}
+		if len(all) == 0 {
+			return nil
+		}
+		return all
 	}
 	return g, nil
 }
@@ -381,10 +433,21 @@ func (b *builder) waitOnRefuse(p *params, depth int) (*gate, error) {
 		return nil, inner.err
 	}
 	g, err := b.build(kind, text, depth+1)
-	if err == nil && g.admit != nil {
+	if err != nil {
+		return nil, err
+	}
+	if g.admit != nil {
 		g.admit = waitOnRefuse{g.admit}
 	}
-	return g, err
+	whole := g.whole
+	g.whole = func() admission {
+		a := whole()
+		if a != nil {
+			a = waitOnRefuse{a}
+		}
+		return a
+	}
+	return g, nil
 }
 
 func (b *builder) tier(p *params, depth int) (*gate, error) {
@@ -397,9 +460,9 @@ func (b *builder) tier(p *params, depth int) (*gate, error) {
 	if err != nil {
 		return nil, err
 	}
-	if inner.admit == nil {
+	whole := inner.whole()
+	if whole == nil {
 		return nil, fmt.Errorf("saturation_gate: %s refuses no message", kind)
 	}
-	inner.admit = tierAdmission{inner.admit, label}
-	return inner, nil
+	return &gate{pool: inner.pool, admit: tierAdmission{whole, label}}, nil
 }

@@ -122,7 +122,7 @@ func TestTokens(t *testing.T) {
 		`{"prompt":"12345678"}`: 3 + 256, `{"prompt":"123456","max_tokens":10}`: 2 + 10, `{"max_tokens":10,"max_completion_tokens":5}`: 5,
 		`{"max_output_tokens":7,"n":3}`: 21, `{"max_tokens":9,"max_output_tokens":7}`: 9, `{"messages":[{"a":1}],"max_tokens":0}`: 3,
 	} {
-		if got := tokens([]byte(payload)); got != want {
+		if got := tokens([]byte(payload), 256); got != want {
 			t.Errorf("tokens(%s) = %d, want %d", payload, got, want)
 		}
 	}
@@ -183,6 +183,13 @@ func TestGates(t *testing.T) {
 		{"composite", `{"gates":[{"gate_type":"nothing"}]}`, "entry 1"},
 		{"wait-on-refuse", `{"gate":{"gate_type":"local-max-concurrency","gate_params":{"limit":"3"}}}`, ""},
 		{"tier-priority-admission", `{"saturation_gate":"local-max-concurrency","saturation_gate_params":{"limit":1}}`, ""},
+		{"tier-priority-admission", `{"saturation_gate":"prometheus-saturation","saturation_gate_params":{"pool":"p"}}`, ""},
+		{"tier-priority-admission", `{"saturation_gate":"constant"}`, "constant refuses no message"},
+		{"tier-priority-admission", `{"saturation_gate":"composite","saturation_gate_params":{"gates":[]}}`, "composite refuses no message"},
+		{"prometheus-query", `{"query":"up","oversize_patience":"1m","oversize_policy":"reject","default_output_tokens":"7","settle":"0s","recovery_ramp":0.25}`, ""},
+		{"prometheus-query", `{"query":"up","oversize_policy":"drop"}`, "oversize_policy: \"drop\" is none of alone, reject"},
+		{"prometheus-query", `{"query":"up","recovery_ramp":0}`, "recovery_ramp: 0 is no number"},
+		{"local-max-concurrency", `{"limit":1,"oversize_policy":"reject"}`, "oversize_policy: unknown parameter"},
 		{"spillway", `{"pool":"p"}`, "endpoint: \"\" is no URL"},
 		{"spillway", `{"pool":"p","endpoint":"http://front:8000"}`, ""},
 		{"endpoint-scrape", `{"url":"http://a","metric":"m","labels":{"a":"b"},"max_count_per_pod":"5"}`, ""},

@@ -38,9 +38,10 @@ const (
 	deadMalformed  = "malformed"
 	deadDeliveries = "delivery_limit"
 	deadAttempts   = "attempts_exhausted"
+	deadOversize   = "oversize"
 )
 
-var deadReasons = [...]string{deadMalformed, deadDeliveries, deadAttempts}
+var deadReasons = [...]string{deadMalformed, deadDeliveries, deadAttempts, deadOversize}
 
 // tripCodes are why latches close.
 var tripCodes = [...]string{"429", "503", "529", "unreachable"}
@@ -100,7 +101,7 @@ var families = []struct {
 	{"redelivered_total", "Claims of requests that had been claimed before without an outcome.", queueLabels},
 	{"leases_lost_total", "Requests that another dispatcher has taken over.", queueLabels},
 	{"fenced_results_total", "Outcomes that were dropped because the lease was lost.", queueLabels},
-	{"oversize_total", "Requests that were sent alone because they are larger than the budget.", queueLabels},
+	{"oversize_total", "Requests that were sent alone, or rejected, because they are larger than the budget.", queueLabels},
 	{"gate_decisions_total", "Times that a gate has kept messages back; closed ones count while there is a backlog.", append([]string{"reason"}, queueLabels...)},
 	{"dead_letters_total", "Messages that were given up.", append([]string{"reason"}, queueLabels...)},
 	{"tokens_total", "Tokens as answers tell them.", append([]string{"direction"}, queueLabels...)},
@@ -207,7 +208,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	for _, w := range m.d.pools {
 		gauge("pool_worker_limit", float64(w.Workers), w.ID)
 	}
-	for _, g := range m.d.groups {
+	for _, g := range m.d.read() {
 		m.group(g, gauge, now)
 	}
 	if m.compat != nil {
@@ -221,7 +222,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 
 func (m *metrics) group(g *group, gauge func(string, float64, ...string), now time.Time) {
 	pool, unit := g.label, g.budget.Unit().String()
-	dec := g.budget.Decide(now)
+	dec := g.decide(now)
 	gauge("budget", spare(dec), pool)
 	gauge("gate_metric_value", dec.D, pool)
 	gauge("gate_metric_threshold", dec.B, pool)

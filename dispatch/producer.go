@@ -19,7 +19,12 @@ type Submission struct {
 	Headers     map[string]string `json:"headers,omitempty"`
 	Endpoint    string            `json:"endpoint,omitempty"`
 	ResultQueue string            `json:"result_queue_name,omitempty"`
+
+	Once bool `json:"-"` // it is not enqueued while its ID is in work
 }
+
+// ErrActive tells that a Submission with Once was not enqueued.
+var ErrActive = errors.New("a request of this id is in work")
 
 // ErrSubmission tells that a Submission makes no sense; nothing was enqueued.
 var ErrSubmission = errors.New("the request cannot be enqueued")
@@ -29,7 +34,7 @@ const cancelTTL = 7 * 24 * time.Hour
 
 // Enqueue puts a request into a queue as producers of llm-d do: in one transaction, in which earlier
 // cancellations of its ID end. It returns an error that wraps ErrSubmission for a request without ID,
-// result list, payload, or a deadline in the future.
+// result list, payload, or a deadline in the future, and ErrActive.
 func Enqueue(ctx context.Context, r redis.UniversalClient, queue string, s Submission, now time.Time) error {
 	left := time.Unix(s.Deadline, 0).Sub(now)
 	switch {
@@ -61,6 +66,9 @@ func Enqueue(ctx context.Context, r redis.UniversalClient, queue string, s Submi
 		{"data", encode(data)},
 	})
 	_, clustered := r.(*redis.ClusterClient)
+	if s.Once {
+		return enqueueOnce(ctx, r, clustered, queue, s, token, left, envelope)
+	}
 	pipe := r.TxPipeline()
 	if clustered { // the keys are in different slots
 		pipe = r.Pipeline()
@@ -75,6 +83,46 @@ func Enqueue(ctx context.Context, r redis.UniversalClient, queue string, s Submi
 	}
 	pipe.ZAdd(ctx, queue, redis.Z{Score: float64(s.Deadline), Member: envelope})
 	if _, err := pipe.Exec(ctx); err != nil {
+		return fmt.Errorf("enqueue: %w", err)
+	}
+	return nil
+}
+
+// onceScript enqueues a request unless its ID is in work. KEYS: marker, cancellation, queue. ARGV: token, TTL
+// of the marker in ms, score, member.
+var onceScript = redis.NewScript(`
+if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 0 end
+redis.call('DEL', KEYS[2])
+redis.call('ZADD', KEYS[3], ARGV[3], ARGV[4])
+return 1`)
+
+// enqueueOnce is the rest of Enqueue. In a cluster, where the keys are in different slots, a process that dies
+// on the way leaves the ID marked until the deadline.
+func enqueueOnce(ctx context.Context, r redis.UniversalClient, clustered bool, queue string, s Submission, token string, left time.Duration, envelope []byte) error {
+	ms := max(1, left.Milliseconds())
+	if !clustered {
+		n, err := onceScript.Run(ctx, r, []string{activeKey(s.ID), cancelKey(s.ID), queue}, token, ms, s.Deadline, envelope).Int()
+		if err == nil && n == 0 {
+			err = ErrActive
+		}
+		if err != nil {
+			return fmt.Errorf("enqueue: %w", err)
+		}
+		return nil
+	}
+	ours, err := r.SetNX(ctx, activeKey(s.ID), token, time.Duration(ms)*time.Millisecond).Result()
+	if err == nil && !ours {
+		err = ErrActive
+	}
+	if err == nil {
+		err = r.Del(ctx, cancelKey(s.ID)).Err()
+	}
+	if err == nil {
+		if err = r.ZAdd(ctx, queue, redis.Z{Score: float64(s.Deadline), Member: envelope}).Err(); err != nil {
+			_ = dropMarker.Run(ctx, r, []string{activeKey(s.ID)}, token).Err() // it expires by itself
+		}
+	}
+	if err != nil {
 		return fmt.Errorf("enqueue: %w", err)
 	}
 	return nil

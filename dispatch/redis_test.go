@@ -56,7 +56,6 @@ func startRedis(t testing.TB, args ...string) *server {
 	s := &server{t: t, port: unusedPort(t)}
 	s.args = append([]string{path, "--port", strconv.Itoa(s.port), "--bind", "127.0.0.1", "--dir", t.TempDir(), "--save", "", "--appendonly", "yes", "--appendfsync", "always"}, args...)
 	s.Client = redis.NewClient(&redis.Options{Addr: s.addr(), MaxRetries: -1, ContextTimeoutEnabled: true})
-	s.start()
 	t.Cleanup(func() {
 		_ = s.Client.Close()
 		s.kill()
@@ -64,15 +63,17 @@ func startRedis(t testing.TB, args ...string) *server {
 			t.Logf("redis-server:\n%s", &s.out)
 		}
 	})
+	s.start()
 	return s
 }
 
 // unusedPort is one that nobody listened on a moment ago, and that the system gives to nobody who lets
-// it choose, also while the server is down: those are from 32768 on.
+// it choose, also while the server is down: those are from 32768 on. A node of a cluster has also the
+// one that is 10000 above.
 func unusedPort(t testing.TB) int {
 	t.Helper()
 	for range 1000 {
-		port := 15000 + rand.IntN(15000)
+		port := 12000 + rand.IntN(10000)
 		if ln, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
 			_ = ln.Close() // taken over by the server
 			return port
@@ -102,6 +103,9 @@ func (s *server) start() {
 
 // kill ends it without a word.
 func (s *server) kill() {
+	if s.cmd.Process == nil {
+		return // it could not be started
+	}
 	_ = s.cmd.Process.Kill() // an error means that it has ended
 	_ = s.cmd.Wait()
 }

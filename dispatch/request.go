@@ -85,7 +85,7 @@ func mayStream(payload []byte) bool {
 func (d *Dispatcher) weigh(q *Queue, m *message) (int64, error) {
 	switch q.group.budget.Unit() {
 	case budget.Tokens:
-		return tokens(m.payload), nil
+		return tokens(m.payload, q.group.inputs[0].output), nil
 	case budget.Bytes:
 		body, _, err := d.body(m)
 		return int64(len(body)), err
@@ -93,11 +93,9 @@ func (d *Dispatcher) weigh(q *Queue, m *message) (int64, error) {
 	return 1, nil
 }
 
-const defaultOutputTokens = 256
-
 // tokens estimates what a request takes: a token for four bytes of its prompt, and what it may
-// generate, for each of n choices.
-func tokens(payload []byte) int64 {
+// generate, for each of n choices. unsaid counts where it sets no limit.
+func tokens(payload []byte, unsaid int64) int64 {
 	var p struct {
 		Prompt, Messages, Input json.RawMessage
 		Completion              *float64 `json:"max_completion_tokens"`
@@ -107,7 +105,7 @@ func tokens(payload []byte) int64 {
 	}
 	_ = json.Unmarshal(payload, &p) // what is of another kind counts as not given
 	prompt := (len(p.Prompt) + len(p.Messages) + len(p.Input) + 3) / 4
-	output, n := float64(defaultOutputTokens), 1.0
+	output, n := float64(unsaid), 1.0
 	for _, v := range []*float64{p.Output, p.Max, p.Completion} {
 		if v != nil && *v >= 0 {
 			output = *v

@@ -85,6 +85,7 @@ type head struct {
 	queue  *Queue
 	weight int64
 	grant  *grant
+	unfit  bool // it exceeds all capacity, and is to be rejected
 }
 
 // round sends what one group may send now.
@@ -107,7 +108,7 @@ func (d *Dispatcher) round(ctx context.Context, g *group, x *exchange) error {
 	var all [][]head
 	for _, q := range g.queues {
 		free := x.free(q.workers)
-		if free <= 0 {
+		if free <= 0 || now.Before(q.shut) {
 			continue
 		}
 		if g.budget.Unit() == budget.Requests { // a full queue is not read for the one that may go
@@ -131,6 +132,10 @@ func (d *Dispatcher) round(ctx context.Context, g *group, x *exchange) error {
 	}
 	for _, q := range g.queues {
 		q.ahead = slices.DeleteFunc(q.ahead, func(h head) bool { return h.grant.chosen })
+	}
+	if h := chosen[0]; h.unfit {
+		d.nudge()
+		return d.reject(ctx, h.queue, h.m, failed(codeInvalid, "the request is larger than the capacity"), &deadLetter{reason: deadOversize})
 	}
 	chosen, err := d.admitted(ctx, chosen, x, now)
 	if err != nil {
@@ -255,9 +260,6 @@ func (d *Dispatcher) listOf(q *Queue, m *message) string {
 	return cmp.Or(m.results, q.ResultQueue, d.transport.ResultQueue)
 }
 
-// oversizePatience is how long a request that is larger than what is free waits for more.
-const oversizePatience = 30 * time.Second
-
 // choose takes the longest prefix that fits, of those whose pools have a free worker.
 func (d *Dispatcher) choose(g *group, dec budget.Decision, all []head, x *exchange, now time.Time) []head {
 	taken := map[*workers]int64{}
@@ -270,7 +272,16 @@ func (d *Dispatcher) choose(g *group, dec budget.Decision, all []head, x *exchan
 			continue
 		}
 		if h.weight > left {
-			if len(chosen) == 0 && g.patience.Wait(h.queue.Name+h.m.gid, now) >= oversizePatience && dec.InFlight == 0 {
+			if len(chosen) > 0 || g.patience.Wait(h.queue.Name+h.m.gid, now) < g.inputs[0].patience {
+				return chosen
+			}
+			if g.inputs[0].reject && h.weight > dec.Most {
+				h.queue.oversize.Add(1)
+				g.patience.Reset()
+				h.unfit, h.grant.chosen = true, !d.cfg.DryRun
+				return []head{h}
+			}
+			if dec.InFlight == 0 {
 				h.queue.oversize.Add(1)
 				g.patience.Reset()
 				h.grant.chosen = !d.cfg.DryRun
@@ -318,11 +329,18 @@ func (d *Dispatcher) admitted(ctx context.Context, chosen []head, x *exchange, n
 			going = append(going, h)
 			continue
 		}
+		if now.Before(q.shut) {
+			continue
+		}
 		said, err := q.gate.admit.apply(ctx, h.m, h.grant)
+		q.failing.Store(err != nil)
 		switch {
-		case err != nil:
+		case err != nil: // as good as closed, for all of the queue
 			q.decisions[gateError].Add(1)
 			d.log.Warn("a gate has failed", "queue", q.Name, "err", err)
+			h.grant.release(ctx)
+			q.shut = now.Add(d.cfg.RefuseHold)
+			continue
 		case said == proceed:
 			going = append(going, h)
 			continue
@@ -384,6 +402,7 @@ func (d *Dispatcher) launch(ctx context.Context, g *group, chosen []head, x *exc
 		}
 		for _, l := range claimed {
 			h := grants[l.m]
+			l.grant = h.grant
 			delete(grants, l.m)
 			d.step(Claimed, l.m)
 			if l.delivery > 1 {
@@ -416,6 +435,17 @@ func (d *Dispatcher) done(l *lease, g *grant) {
 		l.queue.workers.free.Add(1)
 		d.nudge()
 	}
+}
+
+// decide is what the budget allows, or that a gate cannot be asked.
+func (g *group) decide(now time.Time) budget.Decision {
+	dec := g.budget.Decide(now)
+	for _, q := range g.queues {
+		if q.failing.Load() {
+			dec.State = max(dec.State, budget.Failed)
+		}
+	}
+	return dec
 }
 
 // tell logs what opens and closes a gate.

@@ -11,7 +11,9 @@ import (
 	"math"
 	"net"
 	"net/http"
+	"os"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -30,7 +32,7 @@ func (d *Dispatcher) Serve(ctx context.Context, doors Doors, reg *prometheus.Reg
 	health, pages := http.NewServeMux(), http.NewServeMux()
 	health.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { send(w, 200, map[string]string{"status": "ok"}) })
 	health.HandleFunc("GET /readyz", d.readyz)
-	pages.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{}))
+	pages.Handle("GET /metrics", d.forScrapers(promhttp.HandlerFor(reg, promhttp.HandlerOpts{})))
 	served := make(chan error, 3)
 	var servers []*http.Server
 	for _, s := range []struct {
@@ -96,15 +98,36 @@ func (d *Dispatcher) Handler() http.Handler {
 	mux.HandleFunc("POST /internal/dispatch/submit", d.takeSubmission)
 	mux.HandleFunc("POST /internal/dispatch/cancel", d.takeCancel)
 	mux.HandleFunc("POST /internal/dispatch/results", d.popResults)
-	want := sha256.Sum256([]byte("Bearer " + d.cfg.APIKey))
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		got := sha256.Sum256([]byte(r.Header.Get("Authorization")))
-		if d.cfg.APIKey != "" && subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
+		if d.cfg.APIKey != "" && !bears(r, d.cfg.APIKey) {
 			refuseRequest(w, 401, errors.New("the API key is missing or wrong"))
 			return
 		}
 		r.Body = http.MaxBytesReader(w, r.Body, maxBody)
 		mux.ServeHTTP(w, r)
+	})
+}
+
+// bears tells whether a request has a bearer token.
+func bears(r *http.Request, token string) bool {
+	want, got := sha256.Sum256([]byte("Bearer "+token)), sha256.Sum256([]byte(r.Header.Get("Authorization")))
+	return subtle.ConstantTimeCompare(got[:], want[:]) == 1
+}
+
+// forScrapers asks for the token of the metrics, if there is one. Its file is read each time, and while it
+// cannot be, or is empty, nobody gets in.
+func (d *Dispatcher) forScrapers(h http.Handler) http.Handler {
+	if d.cfg.MetricsKey == "" {
+		return h
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		text, err := os.ReadFile(d.cfg.MetricsKey)
+		token := strings.TrimSpace(string(text))
+		if err != nil || token == "" || !bears(r, token) {
+			refuseRequest(w, 401, errors.New("the token is missing or wrong"))
+			return
+		}
+		h.ServeHTTP(w, r)
 	})
 }
 
@@ -154,7 +177,7 @@ func known(v float64) *float64 {
 func (d *Dispatcher) Status(ctx context.Context) (s Status, err error) {
 	now := time.Now()
 	for _, g := range d.groups {
-		dec := g.budget.Decide(now)
+		dec := g.decide(now)
 		gs := GroupStatus{
 			InferencePool: g.label, State: dec.State.String(), D: known(dec.D), B: dec.B, MaxSys: known(dec.MaxSys), Unit: g.budget.Unit().String(),
 			N: dec.N, Ledger: dec.Ledger, InFlight: dec.InFlight, Allowed: dec.Allowed, Source: g.inputs[dec.Source].name, Strikes: dec.Strikes,
@@ -345,7 +368,7 @@ func (d *Dispatcher) takeSubmission(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	dec := json.NewDecoder(r.Body)
-	taken := 0
+	taken, twice := 0, []string{}
 	for {
 		var s Submission
 		if err := dec.Decode(&s); errors.Is(err, io.EOF) {
@@ -360,7 +383,13 @@ func (d *Dispatcher) takeSubmission(w http.ResponseWriter, r *http.Request) {
 				s.ResultQueue = q.ResultQueue
 			}
 		}
-		if err := Enqueue(r.Context(), d.store.redis, q.Name, s, time.Now()); err != nil {
+		s.Once = d.transport.Dedupe == "active"
+		err := Enqueue(r.Context(), d.store.redis, q.Name, s, time.Now())
+		if errors.Is(err, ErrActive) {
+			twice = append(twice, s.ID)
+			continue
+		}
+		if err != nil {
 			status := 503
 			if errors.Is(err, ErrSubmission) {
 				status = 400
@@ -371,7 +400,7 @@ func (d *Dispatcher) takeSubmission(w http.ResponseWriter, r *http.Request) {
 		taken++
 	}
 	d.nudge()
-	send(w, 200, map[string]int{"accepted": taken})
+	send(w, 200, map[string]any{"accepted": taken, "active": twice})
 }
 
 func (d *Dispatcher) takeCancel(w http.ResponseWriter, r *http.Request) {

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"math"
 	"net/http"
 	"net/url"
@@ -35,11 +36,13 @@ const (
 
 // asker is an HTTP client with the credentials of an operator.
 type asker struct {
-	client *http.Client
-	auth   HTTPAuth
+	client  *http.Client
+	auth    HTTPAuth
+	timeout time.Duration
+	log     *slog.Logger
 }
 
-func newAsker(auth HTTPAuth) (*asker, error) {
+func newAsker(auth HTTPAuth, timeout time.Duration, log *slog.Logger) (*asker, error) {
 	conf, err := tlsConfig(auth.CA, auth.Cert, auth.Key, auth.Insecure, false)
 	if err != nil {
 		return nil, err
@@ -47,7 +50,7 @@ func newAsker(auth HTTPAuth) (*asker, error) {
 	conf.ServerName = auth.ServerName
 	return &asker{&http.Client{Transport: &http.Transport{
 		Proxy: http.ProxyFromEnvironment, TLSClientConfig: conf, MaxIdleConnsPerHost: 4, IdleConnTimeout: 90 * time.Second,
-	}}, auth}, nil
+	}}, auth, timeout, log}, nil
 }
 
 // tlsConfig reads certificates; with system the authorities are added to those of the system.
@@ -116,7 +119,8 @@ func (a *asker) do(req *http.Request) ([]byte, int, error) {
 // promAPI asks a Prometheus.
 type promAPI struct {
 	*asker
-	url string // without a slash at its end
+	url    string // without a slash at its end
+	warned string // of its warnings, the last that were logged; of the poller's goroutine
 }
 
 // errNoSample tells that a query has found nothing.
@@ -124,7 +128,7 @@ var errNoSample = errors.New("no series")
 
 // query is the value of an expression that has exactly one.
 func (p *promAPI) query(ctx context.Context, expr string) (float64, error) {
-	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	ctx, cancel := context.WithTimeout(ctx, p.timeout)
 	defer cancel()
 	form := url.Values{"query": {expr}}.Encode()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, p.url+"/api/v1/query", strings.NewReader(form))
@@ -141,6 +145,13 @@ func (p *promAPI) query(ctx context.Context, expr string) (float64, error) {
 	}
 	if err != nil {
 		return 0, err
+	}
+	var said struct{ Warnings []string }
+	if json.Unmarshal(body, &said) == nil && len(said.Warnings) > 0 {
+		if text := strings.Join(said.Warnings, "; "); text != p.warned {
+			p.warned = text
+			p.log.Warn("Prometheus warns about its answer", "query", expr, "warning", text)
+		}
 	}
 	return promValue(body)
 }
@@ -277,7 +288,7 @@ type capacityReader struct {
 }
 
 func (c *capacityReader) read(ctx context.Context) (budget.Reading, error) {
-	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	ctx, cancel := context.WithTimeout(ctx, c.timeout)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, c.url, nil)
 	if err != nil {

@@ -201,6 +201,7 @@ type lease struct {
 	delivery int64  // how often it has been claimed without an outcome, this time included
 	pause    bool   // it is given back with a hold; of the worker's goroutine
 	freed    bool   // its worker counts as free already; see exchange
+	grant    *grant
 	settled  atomic.Bool
 }
 

@@ -61,6 +61,9 @@ func (d *Dispatcher) beat(ctx context.Context) {
 			n := min(len(held), renewAtOnce)
 			timed, cancel := context.WithTimeout(ctx, queryTimeout)
 			lost, err := d.store.renew(timed, q, held[:n], d.cfg.LeaseTTL)
+			for _, l := range held[:n] {
+				l.grant.keep(timed)
+			}
 			cancel()
 			if err != nil && ctx.Err() == nil {
 				d.metrics.redisErrors.Add(1)
@@ -288,7 +291,7 @@ func (d *Dispatcher) report(now time.Time) {
 			first, retried = first+q.first.Load(), retried+q.retried.Load()
 			succeeded, shed = succeeded+q.outcomes[outcomeSuccess].Load(), shed+q.outcomes[outcomeShed].Load()
 		}
-		dec := g.budget.Decide(now)
+		dec := g.decide(now)
 		if pending+delayed+leased == 0 && dec.InFlight == 0 {
 			continue
 		}

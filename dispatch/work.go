@@ -45,14 +45,14 @@ func (d *Dispatcher) isLeaving() bool {
 
 // throughGate waits for the gate of the pool. It reports false if the message was given back or settled.
 func (d *Dispatcher) throughGate(ctx context.Context, l *lease, g *grant) bool {
-	gate := l.queue.workers.gate
-	if gate == nil || gate.admit == nil {
+	gate := l.queue.workers.admit
+	if gate == nil {
 		return true
 	}
 	until := time.Now().Add(d.cfg.PoolWaitMax)
 	waited := false
 	for {
-		said, err := gate.admit.apply(ctx, l.m, g)
+		said, err := gate.apply(ctx, l.m, g)
 		now := time.Now()
 		switch {
 		case err == nil && said == proceed:

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -43,7 +44,7 @@ func startRedisServer(t *testing.T) string {
 func unusedPort(t *testing.T) int {
 	t.Helper()
 	for range 1000 {
-		port := 15000 + rand.IntN(15000)
+		port := 12000 + rand.IntN(10000)
 		if ln, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
 			_ = ln.Close() // taken over by whom it is for
 			return port
@@ -225,6 +226,35 @@ func TestDispatch(t *testing.T) {
 	d.signal(syscall.SIGTERM)
 	if code := d.exit(); code != 0 {
 		t.Errorf("exit code %d", code)
+	}
+}
+
+// TestMetricsToken has the metrics ask for a token, which may change.
+func TestMetricsToken(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "token")
+	d := startDispatcher(t, "http://127.0.0.1:1", "--metrics-endpoint-token-file", file)
+	for _, tt := range []struct {
+		held, sent string
+		want       int
+	}{{"", "", 401}, {" ", "", 401}, {"one\n", "one", 200}, {"one\n", "two", 401}, {"two\n", "two", 200}, {"two\n", "", 401}} {
+		if tt.held != "" {
+			if err := os.WriteFile(file, []byte(tt.held), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		req, err := http.NewRequest("GET", d.metrics+"/metrics", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("Authorization", "Bearer "+tt.sent)
+		resp, err := http.DefaultClient.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = resp.Body.Close()
+		if resp.StatusCode != tt.want {
+			t.Errorf("the file holds %q, and %q comes: %d, want %d", tt.held, tt.sent, resp.StatusCode, tt.want)
+		}
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -152,11 +153,15 @@ gets one. The IDs are written to standard output.`,
 						return err
 					}
 				}
-				var answer struct{ Accepted int }
+				var answer struct{ Active []string } // their IDs are in work already
 				if err := c.ask(cmd.Context(), "submit?"+url.Values{"queue": {queue}}.Encode(), body.Bytes(), &answer); err != nil {
 					return fmt.Errorf("after %d requests: %w", from, err)
 				}
 				for _, s := range part {
+					if slices.Contains(answer.Active, s.ID) {
+						fmt.Fprintln(p.stderr, "in work already:", s.ID)
+						continue
+					}
 					fmt.Fprintln(p.stdout, s.ID)
 				}
 				bar.show(from + len(part))

@@ -50,6 +50,9 @@ type Group struct {
 	latch   Latch
 	ledger  Ledger
 	sources []source
+	ramp    float64   // part of what is allowed that may be sent: below 1 after the latch has cleared
+	cleared time.Time // when it last had
+	seen    time.Time // of the readings, the oldest time when ramp last changed
 }
 
 type source struct {
@@ -61,7 +64,7 @@ type source struct {
 // NewGroup returns a group that is as open as the least open of its sources, at least one, and
 // closed until each of them has been read.
 func NewGroup(latch Latch, sources ...Source) *Group {
-	g := &Group{latch: latch}
+	g := &Group{latch: latch, ramp: 1}
 	for _, s := range sources {
 		g.sources = append(g.sources, source{Source: s, now: unread, good: unread})
 	}
@@ -79,8 +82,25 @@ func (g *Group) Read(i int, r Reading, now time.Time) {
 	s.now = r
 	if s.readable(r, now) {
 		s.good, s.goodAt = r, now
-		g.latch.Read(g.oldestLocked(), g.roomLocked(now), now)
+		oldest := g.oldestLocked()
+		g.latch.Read(oldest, g.roomLocked(now), now)
+		if begun := g.recoverLocked(); !begun && (oldest.IsZero() || oldest.After(g.seen)) {
+			g.ramp = min(1, 2*g.ramp)
+			g.seen = oldest
+		}
 	}
+}
+
+// recoverLocked begins to ramp up if the latch has cleared since the last time.
+func (g *Group) recoverLocked() (begun bool) {
+	if g.latch.clearedAt.Equal(g.cleared) {
+		return false
+	}
+	g.cleared, g.seen = g.latch.clearedAt, g.oldestLocked()
+	if g.latch.Config.Ramp > 0 {
+		g.ramp = g.latch.Config.Ramp
+	}
+	return true
 }
 
 // oldestLocked is the time of the oldest reading that has one.
@@ -221,6 +241,7 @@ func (g *Group) Decide(now time.Time) Decision {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	overload := g.latch.Closed(now)
+	g.recoverLocked()
 	var least Decision
 	for i := range g.sources {
 		s := &g.sources[i]
@@ -232,6 +253,12 @@ func (g *Group) Decide(now time.Time) Decision {
 		}
 		if i == 0 || d.State > least.State || d.State == least.State && d.Allowed < least.Allowed {
 			least = d
+		}
+	}
+	if g.ramp < 1 && least.Allowed > 0 {
+		least.Allowed = int64(float64(least.Allowed) * g.ramp)
+		if g.Unit() == Requests {
+			least.Allowed = max(1, least.Allowed)
 		}
 	}
 	least.InFlight, least.Since, least.Strikes = g.ledger.Len(), g.latch.Since(), g.latch.Strikes(now)

@@ -153,6 +153,35 @@ func TestLatchSettles(t *testing.T) {
 	decides(t, g, 3.2, budget.Open, 10)
 }
 
+// TestRamp has N come back by and by after an overload: with each reading that is new twice as much.
+func TestRamp(t *testing.T) {
+	l := latch(5*time.Second, 0)
+	l.Config.Ramp = 0.2
+	g := budget.NewGroup(l, budget.Source{Rule: budget.Rule{Baseline: 0.1}})
+	reads(g, 0.6, 100, 0, 0)
+	decides(t, g, 1, budget.Open, 50) // nothing was refused yet
+	g.Shed(at(1), 0, at(2))
+	decides(t, g, 2, budget.Overload, 0)
+	for _, step := range []struct {
+		sampled, now float64
+		allowed      int64
+	}{{3, 3, 10}, {3, 4, 10}, {5, 5, 20}, {6, 6, 40}, {6, 7, 40}, {8, 8, 50}, {9, 9, 50}} {
+		reads(g, 0.6, 100, step.sampled, step.now)
+		decides(t, g, step.now, budget.Open, step.allowed)
+	}
+	g.Shed(at(9), 0, at(10))
+	reads(g, 0.11, 100, 25, 25) // the second strike's hold is over; N is 1
+	decides(t, g, 25, budget.Open, 1)
+	c := latch(5*time.Second, 0)
+	c.Config.Ramp = 0.5
+	g = budget.NewGroup(c, budget.Source{Accounting: budget.Cap})
+	g.Read(0, budget.Reading{D: 1, MaxSys: 8}, at(0))
+	g.Shed(at(0), 0, at(1))
+	decides(t, g, 20, budget.Open, 4) // cleared by time
+	g.Read(0, budget.Reading{D: 1, MaxSys: 8}, at(21))
+	decides(t, g, 21, budget.Open, 8)
+}
+
 func TestUnreachable(t *testing.T) {
 	g := budget.NewGroup(latch(5*time.Second, 0), budget.Source{})
 	reads(g, 1, 10, 0, 0)

@@ -11,6 +11,9 @@ type LatchConfig struct {
 	Settle   time.Duration // a reading must be newer by more than this than the last refusal
 	// IgnoreLate ignores refusals of requests that were sent before the latch last cleared.
 	IgnoreLate bool
+	// Ramp is the part of what is allowed that may be sent after the latch has cleared, above 0 to 1; it
+	// doubles with each newer reading. 0 is 1.
+	Ramp float64
 }
 
 const (

@@ -1,0 +1,204 @@
+package dispatch_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"spillway/dispatch"
+)
+
+// quietly gives what must not happen the time to.
+func quietly() {
+	for range 20 {
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+// TestPoolGate has the gate of a pool of workers made of a source and of a limit. Messages wait in their
+// workers while the source leaves no room.
+func TestPoolGate(t *testing.T) {
+	r := startRedis(t)
+	g := newGateway(t, nil)
+	r.Set(t.Context(), "dispatch-gate-budget", "0", 0)
+	pools := fmt.Sprintf(`[{"id":"default","workers":2,"gate_type":"wait-on-refuse","gate_params":{"gate":{"gate_type":"composite","gate_params":{"gates":[
+		{"gate_type":"redis","gate_params":{"address":%q}},{"gate_type":"local-max-concurrency","gate_params":{"limit":1}}]}}}}]`, r.addr())
+	d := begin(t, r, setup{pools: pools}, simple(g))
+	eventually(t, "the source is read", func() bool { return d.metric("gate_state", "worker pool default gate 1", "baseline") == 1 })
+	r.fill("q", 6)
+	eventually(t, "both workers have a message", func() bool { return d.metric("leases_held") == 2 })
+	quietly()
+	if n := len(g.sent()); n != 0 {
+		t.Fatalf("%d requests were sent through a closed gate", n)
+	}
+	r.Set(t.Context(), "dispatch-gate-budget", "0.5", 0)
+	r.results("result-list", 6)
+	if g.most != 1 {
+		t.Errorf("%d requests were in flight at once, want 1", g.most)
+	}
+}
+
+// TestTiers has a saturated pool: what is over its quota and cannot wait is dropped, all else waits.
+func TestTiers(t *testing.T) {
+	r := startRedis(t)
+	g := newGateway(t, nil)
+	r.Set(t.Context(), "dispatch-gate-budget", "0", 0)
+	queue := func(name string, labels map[string]string) queueDoc {
+		return queueDoc{"id": "id-" + name, "queue_name": name, "igw_base_url": g.URL, "labels": labels, "gate_type": "tier-priority-admission", "gate_params": map[string]any{
+			"saturation_gate": "redis", "saturation_gate_params": fmt.Sprintf(`{"address":%q}`, r.addr()),
+		}}
+	}
+	d := begin(t, r, setup{},
+		queue("drops", map[string]string{"tier": "interactive", "classification": "overflow"}),
+		queue("waits", map[string]string{"tier": "interactive", "classification": "reserved"}),
+		queue("refuses", map[string]string{"tier": "batch", "classification": "overflow"}))
+	for _, q := range []string{"waits", "refuses", "drops"} {
+		r.enqueue(q, q, prompt)
+	}
+	if got := r.results("result-list", 1)[0]; got.ID != "drops" || got.StatusCode != 429 || got.ErrorCode != "GATE_DROPPED" || *got.Payload != `{"error": "Too Many Requests", "code": 429}` {
+		t.Errorf("result %+v", got)
+	}
+	eventually(t, "the others were refused", func() bool {
+		return d.metric("gate_decisions_total", "id-waits", "quota_exhausted") > 0 && d.metric("gate_decisions_total", "id-refuses", "quota_exhausted") > 0
+	})
+	if n := len(g.sent()); n != 0 {
+		t.Fatalf("%d requests were sent through a closed gate", n)
+	}
+	r.Set(t.Context(), "dispatch-gate-budget", "1", 0)
+	r.results("result-list", 2)
+}
+
+// TestQuotaIsKept has a request that takes longer than the quota's window: it is counted all the same,
+// since its lease is renewed.
+func TestQuotaIsKept(t *testing.T) {
+	r := startRedis(t)
+	hold := make(chan struct{})
+	g := newGateway(t, holding(hold))
+	q := simple(g)
+	q["gate_type"], q["gate_params"] = "redis-quota", map[string]any{"address": r.addr(), "mode": "concurrency", "limit": 1, "window": "10m"}
+	r.enqueue("q", "a", prompt, func(s *dispatch.Submission) { s.Metadata = map[string]string{"userid": "alice"} })
+	begin(t, r, setup{cfg: func(c *dispatch.Config) { c.LeaseTTL = 2 * time.Second }}, q)
+	eventually(t, "it is in flight", func() bool { return len(g.sent()) == 1 })
+	last := time.Hour
+	eventually(t, "its time is extended", func() bool {
+		left := r.PTTL(context.Background(), "quota:userid:alice").Val()
+		defer func() { last = left }()
+		return left > last
+	})
+	close(hold)
+	r.results("result-list", 1)
+}
+
+// TestGateFails has the Redis of a quota go away: the queue waits, without asking again and again, until it
+// is back.
+func TestGateFails(t *testing.T) {
+	r, quotas := startRedis(t), startRedis(t)
+	g := newGateway(t, nil)
+	q := simple(g)
+	q["gate_type"], q["gate_params"] = "redis-quota", map[string]any{"address": quotas.url(), "limit": 100}
+	const hold = 200 * time.Millisecond
+	d := begin(t, r, setup{cfg: func(c *dispatch.Config) { c.RefuseHold = hold }, beside: true}, q)
+	quotas.kill()
+	begun := time.Now()
+	for i := range 50 {
+		r.enqueue("q", fmt.Sprint(i), prompt, func(s *dispatch.Submission) { s.Metadata = map[string]string{"userid": "alice"} })
+	}
+	eventually(t, "the gate fails", func() bool {
+		return d.status().Groups[0].State == "error" && d.metric("gate_state", "error") == 1 && d.metric("gate_decisions_total", "error") > 2
+	})
+	if n, most := d.metric("gate_decisions_total", "error"), float64(2+time.Since(begun)/hold); n > most {
+		t.Errorf("the gate was asked %v times in %v, want at most %v", n, time.Since(begun), most)
+	}
+	if n := len(g.sent()); n != 0 {
+		t.Fatalf("%d requests were sent", n)
+	}
+	quotas.start()
+	r.results("result-list", 50)
+	eventually(t, "all is well", func() bool { return d.status().Groups[0].State == "open" })
+}
+
+// TestOversize has requests that are larger than N, and one that is larger than all capacity.
+func TestOversize(t *testing.T) {
+	for _, tt := range []struct {
+		policy string
+		sizes  string // of what was sent, in order
+		code   string // of the largest one's result
+		dead   int64
+	}{
+		{"alone", "700 100 2000 50", "", 0},
+		{"reject", "700 100 50", "INVALID_REQUEST", 1},
+	} {
+		t.Run(tt.policy, func(t *testing.T) {
+			r := startRedis(t)
+			g := newGateway(t, func(w http.ResponseWriter, _ *http.Request, _ string) { _, _ = io.WriteString(w, "{}") })
+			q := simple(g)
+			q["gate_type"] = "spillway" // N is 614 bytes of 1024, 921 if all were free
+			q["gate_params"] = map[string]any{"pool": "m", "baseline": 0.1, "budget_unit": "bytes", "max_bytes_per_endpoint": 512, "accounting": "cap",
+				"oversize_patience": "100ms", "oversize_policy": tt.policy, "endpoint": pool(t, func() string { return capacity(0.3, 10, time.Now()) })}
+			for i, size := range []int{700, 100, 2000, 50} {
+				r.enqueue("q", fmt.Sprint(i), `{"prompt":"`+strings.Repeat("x", size-len(`{"prompt":""}`))+`"}`, func(s *dispatch.Submission) { s.Deadline += int64(i) })
+			}
+			d := begin(t, r, setup{}, q)
+			codes := map[string]string{}
+			for _, o := range r.results("result-list", 4) {
+				codes[o.ID] = o.ErrorCode
+			}
+			var sizes []string
+			for _, body := range g.sent() {
+				sizes = append(sizes, fmt.Sprint(len(body)))
+			}
+			if got := strings.Join(sizes, " "); got != tt.sizes || codes["2"] != tt.code || g.most != 1 {
+				t.Errorf("sent %s, up to %d at once, results %v, want %s, one at a time, code %q", got, g.most, codes, tt.sizes, tt.code)
+			}
+			if n, _ := r.XLen(context.Background(), "{q}:dead").Result(); n != tt.dead || d.metric("dead_letters_total", "oversize") != float64(tt.dead) {
+				t.Errorf("%d dead letters, want %d", n, tt.dead)
+			}
+			if got := d.metric("oversize_total"); got != 2 {
+				t.Errorf("oversize_total = %v, want 2", got)
+			}
+		})
+	}
+}
+
+// TestDedupe submits a request that is in work already.
+func TestDedupe(t *testing.T) {
+	r := startRedis(t)
+	hold := make(chan struct{})
+	g := newGateway(t, holding(hold))
+	d := begin(t, r, setup{doc: map[string]any{"dedupe": "active"}}, simple(g))
+	submit := func(ids ...string) (answer struct {
+		Accepted int
+		Active   []string
+	}) {
+		t.Helper()
+		var lines strings.Builder
+		for _, id := range ids {
+			fmt.Fprintf(&lines, `{"id":%q,"deadline":%d,"payload":{"prompt":"hi"}}`+"\n", id, time.Now().Unix()+1000)
+		}
+		w := httptest.NewRecorder()
+		d.Handler().ServeHTTP(w, httptest.NewRequest("POST", "/internal/dispatch/submit", strings.NewReader(lines.String())))
+		if err := json.Unmarshal(w.Body.Bytes(), &answer); err != nil || w.Code != 200 {
+			t.Fatalf("submit: %d %s, %v", w.Code, w.Body, err)
+		}
+		return answer
+	}
+	if a := submit("a"); a.Accepted != 1 || len(a.Active) != 0 {
+		t.Errorf("the first: %+v", a)
+	}
+	if a := submit("a", "b"); a.Accepted != 1 || len(a.Active) != 1 || a.Active[0] != "a" {
+		t.Errorf("one of two is in work: %+v", a)
+	}
+	close(hold)
+	r.results("result-list", 2)
+	eventually(t, "nothing is left", func() bool { return r.left("q") == "" })
+	if a := submit("a"); a.Accepted != 1 {
+		t.Errorf("it has its result: %+v", a)
+	}
+	r.results("result-list", 1)
+}
