@@ -37,9 +37,12 @@ type conn struct {
 	probe  func(fd uintptr) bool // one non-blocking read of a byte
 	readin func(fd uintptr) bool // one non-blocking read into in; nil with TLS
 	listen func(fd uintptr) bool // reads into in, and hand after each read
+	direct func(fd uintptr) bool // one non-blocking read into dst; nil with TLS
 	hand   func() bool           // whether to go on reading
 	in     *input
 	inErr  error
+	dst    []byte
+	got    int
 	out    [2][]byte
 	wrote  int
 	outErr error
@@ -94,7 +97,7 @@ func (c *Client) dial(ctx context.Context, until time.Time) (*conn, error) {
 	cn.writev = cn.writeOnce
 	cn.probe = cn.readOnce
 	if c.tls == nil {
-		cn.readin, cn.turn, cn.listen = cn.fillOnce, cn.turnOnce, cn.listenOnce
+		cn.readin, cn.turn, cn.listen, cn.direct = cn.fillOnce, cn.turnOnce, cn.listenOnce, cn.directOnce
 	}
 	return cn, nil
 }
@@ -155,6 +158,39 @@ func (cn *conn) fill(in *input) error {
 		err = cn.inErr
 	}
 	return err
+}
+
+// readTo reads once into p, which is not empty.
+func (cn *conn) readTo(p []byte) (n int, err error) {
+	if cn.direct == nil {
+		return cn.nc.Read(p)
+	}
+	cn.dst, cn.got, cn.inErr = p, 0, nil
+	err = cn.raw.Read(cn.direct)
+	cn.dst = nil
+	if err == nil {
+		err = cn.inErr
+	}
+	return cn.got, err
+}
+
+func (cn *conn) directOnce(fd uintptr) bool {
+	for {
+		n, err := sockio.Read(fd, cn.dst)
+		switch {
+		case err == syscall.EINTR:
+			continue
+		case err == syscall.EAGAIN:
+			return false
+		case err != nil:
+			cn.inErr = os.NewSyscallError("read", err)
+		case n == 0:
+			cn.inErr = io.EOF
+		default:
+			cn.got = n
+		}
+		return true
+	}
 }
 
 func (cn *conn) fillOnce(fd uintptr) bool {

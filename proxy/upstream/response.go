@@ -124,7 +124,7 @@ func (r *Response) Read(p []byte) (int, error) {
 
 // readInto reads a body, or of one in chunks what is left of a large chunk, past the buffer.
 func (r *Response) readInto(p []byte) (int, error) {
-	n, err := r.conn.nc.Read(p[:min(int64(len(p)), r.body.left)])
+	n, err := r.conn.readTo(p[:min(int64(len(p)), r.body.left)])
 	if n > 0 {
 		if r.body.left -= int64(n); r.body.left == 0 && r.body.framing == byLength {
 			r.err = io.EOF
