@@ -37,7 +37,10 @@ type grant struct {
 	taken   []taken
 	labels  map[string]string // what gates have found out, over the message's own
 	dropped result
-	chosen  bool // the message is no longer among those that may be chosen; of the round's goroutine
+	said    verdict   // what the answer meant
+	success bool      // it was one
+	sentAt  time.Time // when the request was, of the answer
+	chosen  bool      // the message is no longer among those that may be chosen; of the round's goroutine
 }
 
 // taken is something that is to be given back.
@@ -161,6 +164,34 @@ func (l *localMax) apply(_ context.Context, _ *message, g *grant) (answer, error
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		l.taken--
+	}})
+	return proceed, nil
+}
+
+// adaptive lets through as many at once as answers have shown to be right.
+type adaptive struct {
+	mu    sync.Mutex // guards the fields below
+	limit budget.AIMD
+	taken int
+}
+
+func (a *adaptive) apply(_ context.Context, _ *message, g *grant) (answer, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.taken >= a.limit.Limit() {
+		return refuse, nil
+	}
+	a.taken++
+	g.take(taken{release: func(context.Context) {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		a.taken--
+		switch {
+		case g.said == refused:
+			a.limit.Refused(g.sentAt, time.Now())
+		case g.success:
+			a.limit.Succeeded()
+		}
 	}})
 	return proceed, nil
 }

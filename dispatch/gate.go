@@ -66,7 +66,7 @@ func (b *builder) build(kind string, raw json.RawMessage, depth int) (*gate, err
 		"constant": b.constant, "redis": b.redisBudget, "redis-quota": b.redisQuota, "local-max-concurrency": b.localMax,
 		"prometheus-saturation": b.saturation, "prometheus-budget": b.budget, "prometheus-query": b.query,
 		"endpoint-scrape": b.scrape, "composite": b.composite, "wait-on-refuse": b.waitOnRefuse,
-		"tier-priority-admission": b.tier, "spillway": b.spillway,
+		"tier-priority-admission": b.tier, "spillway": b.spillway, "aimd": b.adaptive,
 	}[kind]
 	if !known {
 		return nil, fmt.Errorf("unknown gate_type %q", kind)
@@ -198,6 +198,17 @@ func (b *builder) localMax(p *params, _ int) (*gate, error) {
 		p.fail("limit", fmt.Errorf("is missing"))
 	}
 	return &gate{admit: l}, nil
+}
+
+func (b *builder) adaptive(p *params, _ int) (*gate, error) {
+	a := &adaptive{limit: budget.AIMD{
+		Least: p.number("min", 1, 1, maxWorkers), Most: p.number("max", float64(b.workers), 1, maxWorkers),
+		Increase: p.number("increase", 1, 1e-3, maxWorkers), Decrease: p.number("decrease", 0.5, 0.01, 0.99),
+	}}
+	if a.limit.Most < a.limit.Least {
+		p.fail("max", fmt.Errorf("%v is below min", a.limit.Most))
+	}
+	return &gate{admit: a}, nil
 }
 
 // promSelector is a metric with labels, in PromQL.

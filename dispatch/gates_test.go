@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -201,4 +202,43 @@ func TestDedupe(t *testing.T) {
 		t.Errorf("it has its result: %+v", a)
 	}
 	r.results("result-list", 1)
+}
+
+// TestAdaptive has a gateway that answers the second and third request when both are there: the limit has to
+// grow by the first one's success. Then it refuses one, after which one alone is in flight.
+func TestAdaptive(t *testing.T) {
+	r := startRedis(t)
+	var n atomic.Int64
+	both, alone := make(chan struct{}), make(chan struct{})
+	g := newGateway(t, func(w http.ResponseWriter, req *http.Request, _ string) {
+		wait := func(until <-chan struct{}) {
+			select {
+			case <-until:
+			case <-req.Context().Done():
+			}
+		}
+		switch n.Add(1) {
+		case 2:
+			wait(both)
+			w.WriteHeader(429)
+		case 3:
+			close(both)
+			wait(alone)
+		}
+		_, _ = io.WriteString(w, "{}")
+	})
+	q := simple(g)
+	q["gate_type"], q["gate_params"] = "aimd", map[string]any{"max": 2, "increase": 1}
+	r.fill("q", 6)
+	d := begin(t, r, setup{cfg: func(c *dispatch.Config) { c.RefuseHold, c.OverloadCooldown = 20*time.Millisecond, 20*time.Millisecond }}, q)
+	eventually(t, "one was refused", func() bool { return d.metric("shed_requests_total") == 1 })
+	quietly() // the limit is 1, and one is in flight
+	if got := n.Load(); got != 3 {
+		t.Errorf("%d requests were sent, want 3", got)
+	}
+	close(alone)
+	r.results("result-list", 6)
+	if g.most != 2 {
+		t.Errorf("%d requests were in flight at once, want 2", g.most)
+	}
 }

@@ -186,7 +186,9 @@ func (d *Dispatcher) judge(ctx context.Context, l *lease, r reply, sentAt, now t
 	}
 	dropped := r.header.Get("X-Llm-D-Request-Dropped-Reason")
 	said := judge(r.status, dropped, d.cfg.OverloadExempt)
-	b.Answered(said == final && r.status/100 == 2 && r.err == nil)
+	success := said == final && r.status/100 == 2 && r.err == nil
+	b.Answered(success)
+	l.grant.said, l.grant.success, l.grant.sentAt = said, success, sentAt
 	switch {
 	case said == refused:
 		q.outcomes[outcomeShed].Add(1)
