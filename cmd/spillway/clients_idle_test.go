@@ -4,6 +4,8 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"spillway/router"
 )
 
 // manyIdle is how many connections a front end must be able to hold that do nothing.
@@ -24,10 +26,13 @@ func roomFor(t *testing.T, files uint64) {
 
 // TestIdleConnections checks that others are served beside 10,000 connections which do nothing,
 // that all of these can still be used, and that nothing of them stays.
-func TestIdleConnections(t *testing.T) {
+func TestIdleConnections(t *testing.T) { inModes(t, testIdleConnections) }
+
+func testIdleConnections(t *testing.T, mode router.Mode) {
 	roomFor(t, manyIdle+500)
-	sim := start(t, nil, "sim", "--port", "0", "--speed", "10")
-	front := start(t, nil, "frontend", "--http-port", "0", "--http-host", "127.0.0.1", "--workers", sim.await(`--workers: (\S+)\n`))
+	chooses := modeFlags(t, mode, 1)
+	sim := start(t, nil, append([]string{"sim", "--port", "0", "--speed", "10"}, chooses[2:]...)...) // the mode is none of its
+	front := start(t, nil, append([]string{"frontend", "--http-port", "0", "--http-host", "127.0.0.1", "--workers", sim.await(`--workers: (\S+)\n`)}, chooses...)...)
 	url := front.await(`Front end: (\S+)\n`)
 	addr := strings.TrimPrefix(url, "http://")
 	eventually(t, "the worker can be sent to", func() bool { status, _ := fetch(t, url+"/ready"); return status == 200 })

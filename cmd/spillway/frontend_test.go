@@ -101,8 +101,10 @@ func TestFrontendAsksForModels(t *testing.T) {
 }
 
 // TestSecondSignal checks that a drain with a request in flight can be cut short.
-func TestSecondSignal(t *testing.T) {
-	demo := start(t, nil, "demo", "--http-port", "0", "--port", "0", "--drain-timeout", "1h")
+func TestSecondSignal(t *testing.T) { inModes(t, testSecondSignal) }
+
+func testSecondSignal(t *testing.T, mode router.Mode) {
+	demo := start(t, nil, append([]string{"demo", "--http-port", "0", "--port", "0", "--count", "2", "--drain-timeout", "1h"}, modeFlags(t, mode, 2)...)...)
 	url := demo.await(`Front end: (\S+)\n`)
 	resp := post(t, url+"/v1/chat/completions", slowChat)
 	if _, err := bufio.NewReader(resp.Body).ReadString('\n'); err != nil {
