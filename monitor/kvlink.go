@@ -82,8 +82,8 @@ func (l *kvListener) check(ctx context.Context) {
 	k := &l.link
 	k.again = nil
 	doubted := k.doubted.known
-	if k.heard && !doubted {
-		return
+	if _, wanted := l.attempt(); !wanted || k.heard && !doubted {
+		return // while it is paused nothing is applied; there will be another connection
 	}
 	publisher := l.ask(ctx)
 	if l.over(ctx) {
