@@ -273,6 +273,9 @@ func (c Config) transport(getenv func(string) string) (*Transport, error) {
 		if seen["i"+q.ID] || seen["n"+q.Name] {
 			return nil, fmt.Errorf("transport-config: queue %q: its id or name is there twice", q.Name)
 		}
+		if t.Mode == "cluster" && q.keys.spread() {
+			return nil, fmt.Errorf("transport-config: queue %q: in a cluster a name with a brace needs a {tag}", q.Name)
+		}
 		seen["i"+q.ID], seen["n"+q.Name] = true, true
 	}
 	return t, nil

@@ -215,6 +215,7 @@ type promReader struct {
 	failover   bool
 	ready      string // expression of ready endpoints; "" if capacity does not depend on them
 	capacity   string // expression of capacity in requests that takes the place of ready x perEndpoint, or ""
+	sized      bool   // capacity has been there
 	per        float64
 	maxSys     float64 // fixed capacity, or NaN
 }
@@ -273,8 +274,13 @@ func (p *promReader) size(ctx context.Context) (float64, error) {
 		return p.maxSys, nil
 	}
 	if p.capacity != "" {
-		if v, err := p.api.query(ctx, p.capacity); err == nil {
+		v, err := p.api.query(ctx, p.capacity)
+		if err == nil {
+			p.sized = true
 			return v, nil
+		}
+		if p.sized || !errors.Is(err, errNoSample) { // nobody would send more because a scrape has failed
+			return 0, fmt.Errorf("capacity: %w", err)
 		}
 	}
 	return ready * p.per, nil

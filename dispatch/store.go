@@ -27,6 +27,12 @@ func keysOf(queue string) keys {
 	return keys{queue, p + ":leases", p + ":body", p + ":score", p + ":owner", p + ":deliv", p + ":delayed", p + ":dead"}
 }
 
+// spread tells that the keys may be in different slots of a cluster: the queue's name has a brace that
+// is no tag, and no other name has its slot.
+func (k keys) spread() bool {
+	return !strings.HasPrefix(k.leases, k.queue) && strings.Contains(k.queue, "}")
+}
+
 func (k keys) list(more ...string) []string {
 	return append([]string{k.queue, k.leases, k.body, k.score, k.owner, k.deliveries, k.delayed, k.dead}, more...)
 }
@@ -197,12 +203,12 @@ return 1`)
 type lease struct {
 	m        *message
 	queue    *Queue
-	token    string // of this claim
-	delivery int64  // how often it has been claimed without an outcome, this time included
-	pause    bool   // it is given back with a hold; of the worker's goroutine
-	freed    bool   // its worker counts as free already; see exchange
+	token    string      // of this claim
+	delivery int64       // how often it has been claimed without an outcome, this time included
+	pause    bool        // it is given back with a hold; of the worker's goroutine
+	freed    bool        // its worker counts as free already; see exchange
+	ending   atomic.Bool // what became of the message is being written; that finds out whether the lease is lost
 	grant    *grant
-	settled  atomic.Bool
 }
 
 // errFenced tells that somebody else has the message by now.

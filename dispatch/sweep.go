@@ -70,7 +70,7 @@ func (d *Dispatcher) beat(ctx context.Context) {
 				d.log.Warn("leases cannot be renewed; requests go on", "queue", q.Name, "err", err)
 			}
 			for _, l := range lost {
-				if d.isHeld(l) { // else it was settled meanwhile
+				if d.isHeld(l) {
 					q.lost.Add(1)
 					d.log.Warn("a lease was lost: its request is cancelled", "queue", q.Name, "id", l.m.id)
 					d.end(l, errFenced)
@@ -81,11 +81,12 @@ func (d *Dispatcher) beat(ctx context.Context) {
 	}
 }
 
+// isHeld tells that a lease is in hand, and not being given up.
 func (d *Dispatcher) isHeld(l *lease) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	_, ok := d.held[l]
-	return ok && !l.settled.Load()
+	return ok && !l.ending.Load()
 }
 
 func (d *Dispatcher) lookForCancelled(ctx context.Context) {

@@ -301,6 +301,7 @@ const (
 // persist writes what became of a message, and tries again while Redis is away: until the lease is
 // lost or ResultHoldMax is over. Then the message is worked on once more, rather than lost.
 func (d *Dispatcher) persist(l *lease, s Step, write func(context.Context) error) {
+	l.ending.Store(true)
 	begun := time.Now()
 	pause := persistLeast
 	for {
@@ -309,7 +310,6 @@ func (d *Dispatcher) persist(l *lease, s Step, write func(context.Context) error
 		cancel()
 		switch {
 		case err == nil:
-			l.settled.Store(true)
 			d.step(s, l.m)
 			return
 		case errors.Is(err, errFenced):
