@@ -1,18 +1,24 @@
 package dispatch_test
 
 import (
+	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
+	"regexp"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/redis/go-redis/v9"
 
 	"spillway/dispatch"
@@ -406,6 +412,8 @@ func TestPrometheus(t *testing.T) {
 				at = at.Add(-time.Minute)
 			}
 			vector(fmt.Sprintf("%.3f", float64(at.UnixMilli())/1000))
+		case strings.Contains(expr, "capacity") && m == "no capacity":
+			vector()
 		case strings.Contains(expr, "ready"), strings.Contains(expr, "capacity"):
 			vector("10")
 		case m == "NaN" || m == "+Inf":
@@ -433,7 +441,8 @@ func TestPrometheus(t *testing.T) {
 	}}, q)
 	for _, tt := range []struct{ mode, state string }{
 		{"down", "unreadable"}, {"empty", "unreadable"}, {"NaN", "unreadable"}, {"fine", "open"}, {"+Inf", "unreadable"}, {"post refused", "open"}, {"two", "unreadable"},
-		{"scalar", "open"}, {"stale", "unreadable"}, {"fine", "open"}, {"weaker", "unreadable"}, {"fine", "open"}, {"down", "unreadable"},
+		{"scalar", "open"}, {"stale", "unreadable"}, {"fine", "open"}, {"weaker", "unreadable"}, {"fine", "open"},
+		{"no capacity", "unreadable"}, {"fine", "open"}, {"down", "unreadable"},
 	} {
 		mode.Store(tt.mode)
 		eventually(t, tt.mode+" is "+tt.state, func() bool { return d.status().Groups[0].State == tt.state })
@@ -547,7 +556,7 @@ func TestImport(t *testing.T) {
 
 // TestCluster runs on a cluster of one node, where keys of different queues may not be used together.
 func TestCluster(t *testing.T) {
-	r := startRedis(t, "--cluster-enabled", "yes")
+	r := startRedis(t, "--cluster-enabled", "yes", "--cluster-port", strconv.Itoa(unusedPort(t)))
 	ctx := context.Background()
 	if err := r.Do(ctx, "CLUSTER", "ADDSLOTSRANGE", 0, 16383).Err(); err != nil {
 		t.Fatal(err)
@@ -586,6 +595,100 @@ func TestCluster(t *testing.T) {
 	}
 	eventually(t, "nothing is left", func() bool { keys, _ := r.Keys(ctx, "*").Result(); return len(keys) == 0 })
 }
+
+// TestSlots asks a real cluster node for the slots of a queue's keys.
+func TestSlots(t *testing.T) {
+	r := startRedis(t, "--cluster-enabled", "yes", "--cluster-port", strconv.Itoa(unusedPort(t)))
+	ctx := context.Background()
+	for queue, cannot := range map[string]bool{
+		"request-sortedset": false, "llm-d-async:requests:pool": false, "{tag}": false, "with:{tag}:in:it": false, "{a}{b}": false, "open{": false,
+		"a{}b": true, "a}b": true, "a}{b": true, "a{}{b}": true,
+	} {
+		want, err := r.ClusterKeySlot(ctx, queue).Result()
+		if err != nil {
+			t.Fatal(err)
+		}
+		all, spread := dispatch.PrivateKeys(queue)
+		if len(all) != 8 || spread != cannot {
+			t.Errorf("%s: %d keys, spread %v, want %v", queue, len(all), spread, cannot)
+		}
+		for _, k := range all {
+			if slot, _ := r.ClusterKeySlot(ctx, k).Result(); slot != want && !cannot {
+				t.Errorf("%s: key %s is in slot %d, want %d", queue, k, slot, want)
+			}
+		}
+	}
+	cfg := dispatch.DefaultConfig()
+	cfg.Transport = `{"url":"redis://h","mode":"cluster","queues":[{"queue_name":"a}b","igw_base_url":"http://h"}]}`
+	if _, err := dispatch.New(cfg, func(string) string { return "" }, prometheus.NewRegistry(), slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "needs a {tag}") {
+		t.Errorf("New = %v, want it to refuse a queue whose keys are spread", err)
+	}
+}
+
+// TestCommands compares the commands of producers with what the specification says, byte for byte, as Redis sees them.
+func TestCommands(t *testing.T) {
+	r := startRedis(t)
+	ctx := context.Background()
+	conn, err := net.Dial("tcp", r.addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if _, err := io.WriteString(conn, "MONITOR\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	seen := bufio.NewReader(conn)
+	if line, err := seen.ReadString('\n'); err != nil || line != "+OK\r\n" {
+		t.Fatalf("MONITOR: %q, %v", line, err)
+	}
+	now := time.Now()
+	deadline := now.Unix() + 500
+	s := dispatch.Submission{
+		ID: "a", Deadline: deadline, Payload: json.RawMessage(`{"model":"m","seed":12345678901234567890}`), Metadata: map[string]string{"userid": "<u>&"},
+		Headers: map[string]string{"x-custom": "v"}, Endpoint: "/v1/chat/completions", ResultQueue: "results",
+	}
+	if err := dispatch.Enqueue(ctx, r.Client, "queue", s, now); err != nil {
+		t.Fatal(err)
+	}
+	token, _ := r.Get(ctx, "request-active:a").Result()
+	if ok, err := dispatch.Cancel(ctx, r.Client, "a"); !ok || err != nil {
+		t.Fatalf("Cancel = %v, %v", ok, err)
+	}
+	r.Set(ctx, "end", "", 0)
+	var got []string
+	for {
+		line, err := seen.ReadString('\n')
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, command, _ := strings.Cut(strings.TrimSpace(line), "] ") // behind the time and the client
+		name, rest, _ := strings.Cut(command, " ")
+		switch name = strings.ToUpper(name); {
+		case name == `"SET"` && strings.HasPrefix(rest, `"end"`):
+			want := []string{
+				`"MULTI"`,
+				`"DEL" "request-cancel:a"`,
+				`"SET" "request-active:a" "` + token + `" "px" "TTL"`,
+				fmt.Sprintf(`"ZADD" "queue" "%d" "{\"internal\":{\"request_token\":\"%s\",\"request_queue_name\":\"queue\",\"result_queue_name\":\"results\"},\"request_kind\":\"redis\",`+
+					`\"data\":{\"id\":\"a\",\"created\":%d,\"deadline\":%d,\"payload\":{\"model\":\"m\",\"seed\":12345678901234567890},\"metadata\":{\"userid\":\"<u>&\"},\"headers\":{\"x-custom\":\"v\"},\"endpoint\":\"/v1/chat/completions\"}}"`,
+					deadline, token, now.Unix(), deadline),
+				`"EXEC"`,
+				`"GET" "request-active:a"`, // of this test
+				`"GET" "request-active:a"`, // and of the script that cancels
+				`"SET" "request-cancel:a" "` + token + `" "EX" "604800"`,
+			}
+			if a, b := strings.Join(got, "\n"), strings.Join(want, "\n"); a != b {
+				t.Errorf("Redis was told\n%s\nwant\n%s", a, b)
+			}
+			return
+		case name == `"MULTI"`, name == `"DEL"`, name == `"SET"`, name == `"ZADD"`, name == `"EXEC"`, name == `"GET"`:
+			got = append(got, ttl.ReplaceAllString(strings.TrimSpace(name+" "+rest), `"px" "TTL"`))
+		}
+	}
+}
+
+// ttl is the time until a deadline in 500 s, which the clock makes a little less.
+var ttl = regexp.MustCompile(`"px" "(49\d{4}|500000)"`)
 
 // TestEnqueue compares what is written with what producers of llm-d write.
 func TestEnqueue(t *testing.T) {

@@ -71,3 +71,9 @@ func (b *Bare) Do(ctx context.Context, i int) (claim, request, settle time.Durat
 var ScriptHashes = map[string]string{
 	"claim": claimScript.Hash(), "settle": settleScript.Hash(), "delay": delayScript.Hash(), "release": releaseScript.Hash(), "promote": promoteScript.Hash(),
 }
+
+// PrivateKeys are the keys of a queue; spread tells that a cluster cannot have it.
+func PrivateKeys(queue string) (all []string, spread bool) {
+	k := keysOf(queue)
+	return k.list(), k.spread()
+}

@@ -85,7 +85,7 @@ func (c *crash) run(n int) {
 	c.hold = releasing
 	ours := httptest.NewServer(http.HandlerFunc(c.answer))
 	defer ours.Close()
-	c.addr, c.parent = freeAddr(t), ours.URL
+	c.addr, c.parent = fmt.Sprintf("127.0.0.1:%d", unusedPort(t)), ours.URL
 	c.startGateway()
 	r.fill("q", n)
 
@@ -257,15 +257,6 @@ func (c *crash) startGateway() {
 			return
 		}
 	}
-}
-
-func freeAddr(t testing.TB) string {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ln.Close()
-	return ln.Addr().String()
 }
 
 // tap is the address of Redis for a dispatcher. Right after the nth call of a script was handed on to

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"testing"
 	"time"
@@ -82,6 +83,9 @@ func unusedPort(t testing.TB) int {
 	t.Fatal("no port is free")
 	return 0
 }
+
+// dir is where its files are.
+func (s *server) dir() string { return s.args[slices.Index(s.args, "--dir")+1] }
 
 func (s *server) addr() string { return fmt.Sprintf("127.0.0.1:%d", s.port) }
 func (s *server) url() string  { return "redis://" + s.addr() + "/0" }

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
@@ -38,6 +39,7 @@ func TestThroughput(t *testing.T) {
 	if *throughput == 0 {
 		t.Skip("measures for a minute; -throughput 20000 has it run")
 	}
+	defer debug.SetGCPercent(debug.SetGCPercent(lazyCollector))
 	worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body)
 		_, _ = io.WriteString(w, `{"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":"hello","finish_reason":"stop"}],"usage":{"prompt_tokens":3,"completion_tokens":2}}`)
@@ -80,7 +82,7 @@ func crowd(t *testing.T, r *server, n int) {
 	ctx := context.Background()
 	for i := 0; i < n; {
 		pipe := r.Pipeline()
-		for ; i < n && pipe.Len() < 2000; i += 1 {
+		for ; i < n && pipe.Len() < 2000; i++ {
 			pipe.ZAdd(ctx, "q", redis.Z{Score: float64(deadline), Member: fmt.Sprintf(`{"internal":{"request_token":"%032d","request_queue_name":"q","result_queue_name":"result-list"},"request_kind":"redis",`+
 				`"data":{"id":"batch-%d","created":1764044000,"deadline":%d,"payload":{"model":"m","prompt":"Say hello to the world, and to all that is in it.","max_tokens":16}}}`, i, i, deadline)})
 		}
