@@ -345,26 +345,45 @@ func TestBytes(t *testing.T) {
 
 // TestUnreadableCapacity has a front end whose answers mean nothing.
 func TestUnreadableCapacity(t *testing.T) {
-	var text atomic.Value
-	text.Store("")
+	full := func() string { return capacity(0.95, 10, time.Now()) }
+	says := func(text string) func() string { return func() string { return text } }
+	var now atomic.Value
+	now.Store(full)
 	r := startRedis(t)
 	g := newGateway(t, nil)
 	q := simple(g)
 	q["gate_type"] = "spillway"
-	q["gate_params"] = map[string]any{"pool": "m", "endpoint": pool(t, func() string { return text.Load().(string) })}
+	q["gate_params"] = map[string]any{"pool": "m", "endpoint": pool(t, func() string { return now.Load().(func() string)() })}
 	d := begin(t, r, setup{}, q)
 	r.enqueue("q", "a", prompt)
-	for _, tt := range []struct{ name, says, state string }{
-		{"nothing", "", "unreadable"},
-		{"another page", "<html>", "unreadable"},
-		{"no fullness", `{"ready_endpoints":1,"sample_time_ms":1}`, "unreadable"},
-		{"stale", capacity(0, 10, time.Now().Add(-time.Minute)), "unreadable"},
-		{"of the future", capacity(0, 10, time.Now().Add(time.Hour)), "unreadable"},
-		{"no worker", strings.Replace(capacity(0, 10, time.Now()), `"ready_endpoints":2`, `"ready_endpoints":0`, 1), "no_capacity"},
-		{"full", capacity(0.95, 10, time.Now()), "baseline"},
+	for _, tt := range []struct {
+		name  string
+		says  func() string
+		state string
+	}{
+		{"nothing", says(""), "unreadable"},
+		{"another page", says("<html>"), "unreadable"},
+		{"no fullness", says(`{"ready_endpoints":1,"sample_time_ms":1}`), "unreadable"},
+		{"stale", func() string { return capacity(0, 10, time.Now().Add(-time.Minute)) }, "unreadable"},
+		{"of the future", func() string { return capacity(0, 10, time.Now().Add(time.Hour)) }, "unreadable"},
+		{"no worker", func() string {
+			return strings.Replace(capacity(0, 10, time.Now()), `"ready_endpoints":2`, `"ready_endpoints":0`, 1)
+		}, "no_capacity"},
 	} {
-		text.Store(tt.says)
-		eventually(t, tt.name+" is "+tt.state, func() bool { return d.status().Groups[0].State == tt.state })
+		available := 1.0
+		if tt.state == "unreadable" {
+			available = 0
+		}
+		for _, is := range []struct {
+			says      func() string
+			state     string
+			available float64
+		}{{full, "baseline", 1}, {tt.says, tt.state, available}} {
+			now.Store(is.says)
+			eventually(t, tt.name+": "+is.state, func() bool {
+				return d.status().Groups[0].State == is.state && d.metric("gate_metric_source_available") == is.available
+			})
+		}
 		if len(g.sent()) != 0 {
 			t.Fatalf("%s: a request was sent", tt.name)
 		}
@@ -372,7 +391,7 @@ func TestUnreadableCapacity(t *testing.T) {
 	if d.metric("gate_decisions_total", "gate_closed") == 0 {
 		t.Error("a closed gate is not counted")
 	}
-	text.Store(capacity(0, 10, time.Now()))
+	now.Store(func() string { return capacity(0, 10, time.Now()) })
 	r.results("result-list", 1)
 }
 
@@ -445,7 +464,9 @@ func TestPrometheus(t *testing.T) {
 		{"no capacity", "unreadable"}, {"fine", "open"}, {"down", "unreadable"},
 	} {
 		mode.Store(tt.mode)
-		eventually(t, tt.mode+" is "+tt.state, func() bool { return d.status().Groups[0].State == tt.state })
+		eventually(t, tt.mode+" is "+tt.state, func() bool {
+			return d.status().Groups[0].State == tt.state && (d.metric("gate_metric_source_available") == 1) == (tt.state == "open")
+		})
 	}
 	mode.Store("warns")
 	eventually(t, "the log tells what Prometheus warns of", func() bool { return strings.Contains(d.logs(), "a shard is down") })

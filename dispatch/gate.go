@@ -300,6 +300,7 @@ func (b *builder) budget(p *params, _ int) (*gate, error) {
 		}
 	}
 	r.active = len(r.candidates)
+	r.maxAge = s.MaxAge
 	return &gate{pool: pool, inputs: []input{{source: s, reader: r, every: b.cfg.MetricsPoll, per: per}}}, nil
 }
 
@@ -314,6 +315,7 @@ func (b *builder) saturation(p *params, _ int) (*gate, error) {
 	r := &promReader{api: b.prometheus(p), ready: ready(pool, namespace), per: per, maxSys: fixed}
 	r.candidates = candidates(pool, namespace, per)[1:2]
 	r.active = 1
+	r.maxAge = s.MaxAge
 	return &gate{pool: pool, inputs: []input{{source: s, reader: r, every: b.cfg.MetricsPoll, per: per}}}, nil
 }
 
@@ -332,6 +334,7 @@ func (b *builder) query(p *params, _ int) (*gate, error) {
 	case math.IsNaN(fixed):
 		r.maxSys = float64(b.workers)
 	}
+	r.maxAge = s.MaxAge
 	return &gate{pool: pool, inputs: []input{{source: s, reader: r, every: b.cfg.MetricsPoll, per: per}}}, nil
 }
 

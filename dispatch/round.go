@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
@@ -28,6 +29,9 @@ func (d *Dispatcher) poll(ctx context.Context, g *group, i int) {
 		if err != nil {
 			r = budget.Reading{D: nan, MaxSys: nan}
 		}
+		if !g.budget.Read(i, r, now) && err == nil {
+			err = fmt.Errorf("no number, or too old: d %v, capacity %v, of %v ago", r.D, r.MaxSys, now.Sub(r.Time).Round(time.Millisecond))
+		}
 		was := state.available.Swap(err == nil)
 		switch {
 		case err != nil && (was || first || now.Sub(state.logged) >= time.Minute):
@@ -37,7 +41,6 @@ func (d *Dispatcher) poll(ctx context.Context, g *group, i int) {
 			d.log.Info("a gate can be read", "group", g.name, "source", in.name, "d", r.D, "max_sys", r.MaxSys)
 		}
 		first = false
-		g.budget.Read(i, r, now)
 		d.nudge()
 		select {
 		case <-ctx.Done():

@@ -217,7 +217,8 @@ type promReader struct {
 	capacity   string // expression of capacity in requests that takes the place of ready x perEndpoint, or ""
 	sized      bool   // capacity has been there
 	per        float64
-	maxSys     float64 // fixed capacity, or NaN
+	maxSys     float64       // fixed capacity, or NaN
+	maxAge     time.Duration // of samples; older ones are none
 }
 
 func (p *promReader) read(ctx context.Context) (budget.Reading, error) {
@@ -251,6 +252,9 @@ func (p *promReader) try(ctx context.Context, c candidate) (r budget.Reading, er
 	}
 	if len(c.fresh) > 0 {
 		r.Time = time.UnixMilli(int64(oldest * 1000))
+		if age := time.Since(r.Time); p.maxAge > 0 && age > p.maxAge {
+			return r, fmt.Errorf("the sample is %v old", age.Round(time.Millisecond))
+		}
 	}
 	r.MaxSys, err = p.size(ctx)
 	return r, err

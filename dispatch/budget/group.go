@@ -74,13 +74,13 @@ func NewGroup(latch Latch, sources ...Source) *Group {
 // Unit is what the group counts in.
 func (g *Group) Unit() Unit { return g.sources[0].Rule.Unit }
 
-// Read takes in a reading of source i.
-func (g *Group) Read(i int, r Reading, now time.Time) {
+// Read takes in a reading of source i. It reports whether that is one to go by.
+func (g *Group) Read(i int, r Reading, now time.Time) (usable bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	s := &g.sources[i]
 	s.now = r
-	if s.readable(r, now) {
+	if usable = s.readable(r, now); usable {
 		s.good, s.goodAt = r, now
 		oldest := g.oldestLocked()
 		g.latch.Read(oldest, g.roomLocked(now), now)
@@ -89,6 +89,7 @@ func (g *Group) Read(i int, r Reading, now time.Time) {
 			g.seen = oldest
 		}
 	}
+	return usable
 }
 
 // recoverLocked begins to ramp up if the latch has cleared since the last time.
