@@ -55,6 +55,13 @@ func (g *grant) take(t taken) {
 	g.taken = append(g.taken, t)
 }
 
+// holds tells whether something is to be given back.
+func (g *grant) holds() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return len(g.taken) > 0
+}
+
 // keep has what was taken not expire.
 func (g *grant) keep(ctx context.Context) {
 	g.mu.Lock()

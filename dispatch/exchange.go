@@ -26,7 +26,8 @@ func (d *Dispatcher) write(l *lease, c *call) error {
 // messages, and then claims of others. So one round trip ends the work on some and begins that on the
 // next, and all that was finished during the one before shares one write to Redis's disk. Claims come
 // after the writes, so workers that wait for theirs count as free, and yet there are never more leases
-// than workers.
+// than workers. Those that hold what a gate has given do not: it is given back after the write, and who
+// comes before that would be refused.
 type exchange struct {
 	d      *Dispatcher
 	takes  []*write
@@ -50,7 +51,9 @@ func (x *exchange) take() {
 	}
 	for _, w := range d.writes[:n] {
 		x.takes = append(x.takes, w)
-		x.giving[w.lease.queue.workers]++
+		if !w.lease.grant.holds() {
+			x.giving[w.lease.queue.workers]++
+		}
 	}
 	if d.writes = append([]*write(nil), d.writes[n:]...); len(d.writes) > 0 {
 		d.nudge()
@@ -84,7 +87,8 @@ func (x *exchange) run(ctx context.Context, claims ...claim) {
 	x.d.store.together(ctx, all)
 	for _, w := range x.takes {
 		err := w.owned()
-		if err == nil || errors.Is(err, errFenced) { // else its worker has to wait for another exchange
+		// If it has failed its worker has to wait for another exchange.
+		if (err == nil || errors.Is(err, errFenced)) && !w.lease.grant.holds() {
 			w.lease.freed = true
 			w.lease.queue.workers.free.Add(1)
 		}

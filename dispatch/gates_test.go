@@ -45,6 +45,33 @@ func TestPoolGate(t *testing.T) {
 	}
 }
 
+// TestGateHasAsManyPlacesAsWorkers has a limit that workers alone keep: whoever finds one of them free finds
+// a place too, so nobody is refused and passed over for RefuseHold.
+func TestGateHasAsManyPlacesAsWorkers(t *testing.T) {
+	const gate = `"gate_type":"local-max-concurrency","gate_params":{"limit":1}`
+	for name, of := range map[string]struct {
+		pool  string
+		queue queueDoc
+	}{
+		"queue": {"", queueDoc{"gate_type": "local-max-concurrency", "gate_params": map[string]any{"limit": 1}}},
+		"pool":  {"," + gate, queueDoc{}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := startRedis(t)
+			q := simple(newGateway(t, nil))
+			for k, v := range of.queue {
+				q[k] = v
+			}
+			r.fill("q", 50)
+			d := begin(t, r, setup{pools: `[{"id":"default","workers":1` + of.pool + `}]`}, q)
+			r.results("result-list", 50)
+			if n := d.metric("gate_decisions_total", "quota_exhausted"); n != 0 {
+				t.Errorf("%v times a message was refused", n)
+			}
+		})
+	}
+}
+
 // TestTiers has a saturated pool: what is over its quota and cannot wait is dropped, all else waits.
 func TestTiers(t *testing.T) {
 	r := startRedis(t)
