@@ -431,14 +431,15 @@ func (r *Routed) dropFirstLocked(of *routes, target int) {
 		of.listed--
 	}
 	r.takeLocked(of.rank)
-	if len(left) > 0 {
-		of.due[at] = left
-		return
-	}
-	delete(of.due, at)
-	of.order = of.order[1:]
-	if of.held == 0 {
+	switch {
+	case of.held == 0: // what is still listed is of nodes that are gone, and there may be none at all soon
+		of.order = nil
 		delete(r.byRank, of.rank)
+	case len(left) > 0:
+		of.due[at] = left
+	default:
+		delete(of.due, at)
+		of.order = of.order[1:]
 	}
 }
 

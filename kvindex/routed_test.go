@@ -103,6 +103,23 @@ func TestRoutedRemove(t *testing.T) {
 	}
 }
 
+// TestRoutedPrunesARank has just as much go as one rank holds, of which two prompts end in the same bucket.
+// Then the others leave, so that there is nothing any more.
+func TestRoutedPrunesARank(t *testing.T) {
+	x := newRouted(t, kvindex.RoutedConfig{TTL: 10 * time.Second, MaxEntries: 10, PruneTo: 1})
+	x.record(rankA, 0, 1, 2)
+	x.record(rankA, 0, 1)
+	x.record(rankC, time.Second, chain(100, 4)...)
+	x.record(rankC, 2*time.Second, chain(200, 6)...)
+	if got := x.r.Entries(); got != 10 {
+		t.Fatalf("%d entries, want those of one rank", got)
+	}
+	x.ix.RemoveRank(rankC)
+	x.want(rankA, time.Minute, 0, 1, 2)
+	x.record(rankA, time.Minute, 1, 2)
+	x.want(rankA, time.Minute, 2, 1, 2)
+}
+
 func TestRoutedIsBounded(t *testing.T) {
 	x := newRouted(t, kvindex.RoutedConfig{TTL: time.Hour, MaxEntries: 100, PruneTo: 0.8})
 	for i := range uint64(10) {
