@@ -46,11 +46,11 @@ type served struct {
 }
 
 // aliases are those of names, after the first, by which a worker knows the same base model. Adapters
-// have a parent, and a root of their own.
+// have a parent, and a root of their own. A worker that tells no roots has not told of aliases.
 func (s *served) aliases(names []string) (same []string) {
-	root, known := s.roots[names[0]]
+	root := s.roots[names[0]]
 	for _, n := range names[1:] {
-		if r, ok := s.roots[n]; ok && known && r == root {
+		if root != "" && s.roots[n] == root {
 			same = append(same, n)
 		}
 	}

@@ -23,8 +23,11 @@ func TestNamesAreLearnt(t *testing.T) {
 			if strings.HasPrefix(n, "lora") {
 				parent = `"base"`
 			}
-			if n == "else" {
+			switch {
+			case n == "else":
 				root = "/models/else"
+			case strings.HasPrefix(n, "rootless"):
+				root = ""
 			}
 			out = append(out, fmt.Sprintf(`{"id":%q,"root":%q,"parent":%s,"max_model_len":%d}`, n, root, parent, length))
 		}
@@ -75,6 +78,7 @@ func TestNamesAreLearnt(t *testing.T) {
 			{"", 0, nil, 31 * time.Second, ""},
 			{"base lora1 loud", 8192, nil, 31 * time.Second, "[base loud lora1] 8192 [loud]"},
 			{"base lora1 else loud", 8192, nil, 31 * time.Second, "[base else loud lora1] 8192 [loud]"},
+			{"rootless1 rootless2", 8192, nil, 31 * time.Second, "[rootless1 rootless2] 8192 []"},
 			{"other", 8192, nil, 31 * time.Second, "[other] 8192 []"},
 		} {
 			refuse = step.refuse
