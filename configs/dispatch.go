@@ -33,6 +33,7 @@ func (c InnerDispatch) Ineffective() error {
 	}{
 		{"host", got.Dispatch.Host != def.Dispatch.Host}, {"port", got.Dispatch.Port != def.Dispatch.Port},
 		{"health-port", got.Dispatch.HealthPort != def.Dispatch.HealthPort}, {"metrics-port", got.Dispatch.MetricsPort != def.Dispatch.MetricsPort},
+		{"metrics-endpoint-token-file", got.Dispatch.MetricsKey != ""},
 		{"log-level", got.Log.LogLevel != def.Log.LogLevel}, {"log-format", got.Log.LogFormat != def.Log.LogFormat},
 	} {
 		if s.set {

@@ -144,3 +144,17 @@ func TestNamesThatMeanTwoThings(t *testing.T) {
 		}
 	}
 }
+
+// TestInnerDispatch: who has the file of a dispatcher run by a front end is told of what guards nothing there.
+func TestInnerDispatch(t *testing.T) {
+	for key, want := range map[string]int{"metrics-endpoint-token-file: /etc/token": 1, "metrics-port: 9999": 1, "dry-run: true": 0} {
+		path := filepath.Join(t.TempDir(), "dispatch.yaml")
+		if err := os.WriteFile(path, []byte(key), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		_, warnings, err := configs.Load(configs.InnerDispatch{Dispatch: configs.DefaultDispatch()}, path, func() []string { return nil }, nil)
+		if err != nil || len(warnings) != want {
+			t.Errorf("Load of %q warns %q, %v; want %d warnings", key, warnings, err, want)
+		}
+	}
+}
