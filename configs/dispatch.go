@@ -37,7 +37,7 @@ func (c InnerDispatch) Ineffective() error {
 		{"log-level", got.Log.LogLevel != def.Log.LogLevel}, {"log-format", got.Log.LogFormat != def.Log.LogFormat},
 	} {
 		if s.set {
-			errs = append(errs, fmt.Errorf("%s: the front end's counts", s.key))
+			errs = append(errs, fmt.Errorf("%s: the front end decides", s.key))
 		}
 	}
 	return errors.Join(errs...)

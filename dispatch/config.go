@@ -6,7 +6,6 @@ package dispatch
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -75,7 +74,8 @@ type Config struct {
 
 // Inside is what a dispatcher knows of the front end in whose process it runs.
 type Inside struct {
-	URL string // where queues without an igw_base_url send their requests
+	URL    string // where queues without an igw_base_url send their requests
+	APIKey string // what it asks of clients; those requests bear it if they bring no Authorization
 	// Capacity measures a pool. It must not block for longer than a moment.
 	Capacity func(ctx context.Context, pool string) (Capacity, error)
 }
@@ -204,6 +204,7 @@ type Queue struct {
 
 	keys    keys
 	base    *url.URL
+	apiKey  string // of the front end in whose process this is, if that is where base leads
 	workers *workers
 	gate    *gate
 	group   *group
@@ -288,7 +289,9 @@ func (q *Queue) complete(inside *Inside) error {
 	kind := "constant"
 	if inside != nil {
 		kind = "spillway"
-		q.BaseURL = cmp.Or(q.BaseURL, inside.URL)
+		if q.BaseURL == "" {
+			q.BaseURL, q.apiKey = inside.URL, inside.APIKey
+		}
 	}
 	var err error
 	if q.base, err = url.Parse(q.BaseURL); err != nil || q.base.Scheme != "http" && q.base.Scheme != "https" || q.base.Host == "" {

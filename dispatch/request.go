@@ -153,6 +153,9 @@ func (d *Dispatcher) request(m *message, q *Queue, g *grant) (*http.Request, err
 			h.Set(name, value)
 		}
 	}
+	if q.apiKey != "" && h.Get("Authorization") == "" && target.Host == q.base.Host {
+		h.Set("Authorization", "Bearer "+q.apiKey)
+	}
 	d.merge.stamp(h, m, g)
 	for name, value := range map[string]string{"Idempotency-Key": m.id + ":" + m.token, "X-Request-Id": m.id} {
 		if h.Get(name) == "" && httpguts.ValidHeaderFieldValue(value) {

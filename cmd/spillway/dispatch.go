@@ -79,7 +79,7 @@ func newInnerDispatcher(p process, cfg configs.Frontend, f *frontend, url string
 	c, front := inner.Dispatch.Dispatch, cfg.Serving.Proxy
 	c.APIKey = cmp.Or(c.APIKey, front.AdminToken, front.APIKey)
 	c.DrainTimeout = max(0, min(c.DrainTimeout, front.DrainDelay+front.DrainTimeout-beforeTheCut))
-	c.Inside = &dispatch.Inside{URL: url, Capacity: func(ctx context.Context, pool string) (dispatch.Capacity, error) {
+	c.Inside = &dispatch.Inside{URL: url, APIKey: front.APIKey, Capacity: func(ctx context.Context, pool string) (dispatch.Capacity, error) {
 		now, err := f.server.Capacity(ctx, pool, 0)
 		return dispatch.Capacity{
 			Fullness: now.Fullness, ReadyEndpoints: now.ReadyEndpoints, Requests: now.Capacity.Requests, Tokens: now.Capacity.Tokens, Time: now.Time(),

@@ -71,6 +71,7 @@ func startDispatcher(t *testing.T, frontend string, args ...string) dispatching 
 // TestDispatchInside has a front end dispatch to itself, while it is also sent what people want at once.
 func TestDispatchInside(t *testing.T) {
 	t.Run("one address", func(t *testing.T) { testDispatchInside(t) })
+	t.Run("with a key for clients", func(t *testing.T) { testDispatchInside(t, "--admin-addr", "127.0.0.1:0", "--api-key", "theirs") })
 	t.Run("with an address for operators", func(t *testing.T) { testDispatchInside(t, "--admin-addr", "127.0.0.1:0") })
 }
 
@@ -121,7 +122,7 @@ func testDispatchInside(t *testing.T, more ...string) {
 			t.Errorf("the metrics lack %s", want)
 		}
 	}
-	front.awaitIn(&front.stderr, `(health-port: the front end's counts)`)
+	front.awaitIn(&front.stderr, `(health-port: the front end decides)`)
 	front.awaitIn(&front.stderr, `(msg=budget group=sim-model)`)
 	front.signal(syscall.SIGTERM)
 	if code := front.exit(); code != 0 {
