@@ -39,18 +39,18 @@ var rooms = map[string]room{
 	"cmd/spillway": {top, []string{"buckets", "logline", "configs", "proxy", "selectservice", "tracker/service", "kvindex/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
 	"configs":      {top, []string{"proxy", "selectservice", "tracker/service", "kvindex/service", "dispatch", "monitor", "replica", "tokenize", "sim", "replay"}},
 
-	"proxy":           {shell, []string{"httperr", "buckets", "proxy/upstream", "proxy/sockio"}},
-	"proxy/upstream":  {shell, []string{"proxy/sockio"}},
-	"proxy/sockio":    {shell, nil},
+	"proxy":           {shell, []string{"httperr", "buckets", "upstream", "sockio"}},
 	"selectservice":   {shell, []string{"httperr", "jsonhttp"}},
 	"tracker/service": {shell, []string{"httperr", "jsonhttp"}},
 	"kvindex/service": {shell, []string{"jsonhttp", "wire", "kvindex"}},
-	"dispatch":        {shell, []string{"dispatch/budget"}},
+	"dispatch":        {shell, []string{"dispatch/budget", "upstream"}},
 	"monitor":         {shell, []string{"wire", "busy", "tracker", "kvindex", "buckets"}},
 	"replica":         {shell, []string{"wire", "tracker"}},
-	"tokenize":        {shell, []string{"buckets", "proxy/upstream"}},
+	"tokenize":        {shell, []string{"buckets", "upstream"}},
 	"httperr":         {shell, []string{"router"}},
 	"jsonhttp":        {shell, []string{"httperr"}},
+	"upstream":        {shell, []string{"sockio"}},
+	"sockio":          {shell, nil},
 	"logline":         {shell, nil},
 	"sim":             {shell, []string{"wire", "sim/engine"}},
 	"replay":          {shell, []string{"wire"}},
@@ -69,11 +69,8 @@ var rooms = map[string]room{
 }
 
 // private packages are part of another one, which alone may import them, with its other parts; tests
-// may import sim/engine too, to drive it in virtual time. Workers are asked for tokens in the same way as
-// for answers, so tokenize may have that client too.
-var private = map[string][]string{
-	"proxy/upstream": {"proxy", "tokenize"}, "proxy/sockio": {"proxy"}, "sim/engine": {"sim"}, "configs": {"cmd/spillway"},
-}
+// may import sim/engine too, to drive it in virtual time.
+var private = map[string][]string{"sim/engine": {"sim"}, "configs": {"cmd/spillway"}}
 
 // partOf tells whether a package is one of the others or part of one.
 func partOf(pkg string, owners []string) bool {
@@ -179,8 +176,11 @@ func TestImports(t *testing.T) {
 	}
 }
 
-// TestRooms checks the list itself: imports lead down, or stay among shells only for httperr,
-// jsonhttp and a shell's own parts.
+// shared are the shell packages that others of the shell may import: they know nobody.
+var shared = []string{"httperr", "jsonhttp", "upstream", "sockio"}
+
+// TestRooms checks the list itself: imports lead down, or stay among shells only for those that are
+// shared and a shell's own parts.
 func TestRooms(t *testing.T) {
 	for _, pkg := range slices.Sorted(maps.Keys(rooms)) {
 		for to := range allowed(pkg) {
@@ -190,7 +190,7 @@ func TestRooms(t *testing.T) {
 				t.Errorf("%s: imports %s, which is not in the list", pkg, to)
 			case r.layer > rooms[pkg].layer:
 				t.Errorf("%s: imports %s, which is above it", pkg, to)
-			case r.layer == shell && rooms[pkg].layer == shell && to != "httperr" && to != "jsonhttp" && !partOf(pkg, private[to]):
+			case r.layer == shell && rooms[pkg].layer == shell && !slices.Contains(shared, to) && !partOf(pkg, private[to]):
 				t.Errorf("%s: imports the shell package %s", pkg, to)
 			}
 		}
@@ -203,7 +203,7 @@ func TestAllowed(t *testing.T) {
 		want, test bool
 	}{
 		{"proxy", "router", true, true}, // through httperr
-		{"proxy", "proxy/upstream", true, true},
+		{"proxy", "upstream", true, true},
 		{"proxy", "monitor", false, false},
 		{"proxy", "sim", false, true}, // real workers over real sockets
 		{"router", "sim", false, false},
@@ -214,15 +214,15 @@ func TestAllowed(t *testing.T) {
 		{"busy", "kvhash", false, true}, // a leaf is below
 		{"worker", "busy", false, false},
 		{"replay", "sim", false, false},
-		{"monitor", "proxy/upstream", false, false},
-		{"tokenize", "proxy/upstream", true, true},
-		{"tokenize", "proxy/sockio", false, false},
+		{"monitor", "upstream", false, false},
+		{"tokenize", "upstream", true, true},
+		{"tokenize", "sockio", true, true},
 		{"tokenize", "proxy", false, false},
-		{"proxy/upstream", "proxy/sockio", true, true},
-		{"monitor", "proxy/sockio", false, false},
+		{"upstream", "sockio", true, true},
+		{"monitor", "sockio", false, false},
 		{"proxy", "configs", false, false},
 		{"cmd/spillway", "configs", true, true},
-		{"cmd/spillway", "proxy/upstream", false, true},
+		{"cmd/spillway", "upstream", true, true},
 	} {
 		if got := allowed(tt.pkg)[tt.to]; got != tt.want {
 			t.Errorf("allowed(%s)[%s] = %v, want %v", tt.pkg, tt.to, got, tt.want)

@@ -9,8 +9,8 @@ import (
 	"time"
 
 	"spillway/busy"
-	"spillway/proxy/upstream"
 	"spillway/router"
+	"spillway/upstream"
 	"spillway/worker"
 )
 

@@ -8,7 +8,7 @@ import (
 	"syscall"
 	"time"
 
-	"spillway/proxy/sockio"
+	"spillway/sockio"
 )
 
 // clientListener bounds how long each write to a client may take.

@@ -13,8 +13,8 @@ import (
 	"github.com/labstack/echo/v4"
 
 	"spillway/httperr"
-	"spillway/proxy/upstream"
 	"spillway/router"
+	"spillway/upstream"
 )
 
 // exchange is one inference request from its head to the last byte of its answer. It belongs to

@@ -11,7 +11,7 @@ import (
 	"github.com/google/uuid"
 
 	"spillway/httperr"
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 )
 
 // dropped are the request headers that are not passed on as they are: hop-by-hop ones, those that

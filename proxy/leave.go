@@ -6,7 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"spillway/proxy/sockio"
+	"spillway/sockio"
 )
 
 // clients are the connections of clients. Those whose request is being served are looked at now and

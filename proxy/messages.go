@@ -13,8 +13,8 @@ import (
 	"github.com/labstack/echo/v4"
 
 	"spillway/httperr"
-	"spillway/proxy/upstream"
 	"spillway/router"
+	"spillway/upstream"
 	"spillway/worker"
 )
 

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"spillway/busy"
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 	"spillway/worker"
 )
 

@@ -15,7 +15,7 @@ import (
 	"time"
 
 	"spillway/httperr"
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 	"spillway/worker"
 )
 

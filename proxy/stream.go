@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"spillway/httperr"
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 )
 
 // stream is the relay of one SSE answer.

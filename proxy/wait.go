@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"spillway/httperr"
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 )
 
 // wait bounds how long a request waits for its worker. The deadline of the worker's connection is

@@ -8,7 +8,7 @@ import (
 	"slices"
 	"sync"
 
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 )
 
 // letter is a call's body and the answer's. Its memory is used again.

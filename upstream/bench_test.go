@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 )
 
 // The benchmarks compare three clients of one in-process worker that does as little as

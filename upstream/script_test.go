@@ -16,7 +16,7 @@ import (
 
 	"go.uber.org/goleak"
 
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

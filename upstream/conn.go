@@ -12,7 +12,7 @@ import (
 	"syscall"
 	"time"
 
-	"spillway/proxy/sockio"
+	"spillway/sockio"
 )
 
 // inlineTLS is the largest body that is encrypted and written by the caller's goroutine. It

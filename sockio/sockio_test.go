@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"spillway/proxy/sockio"
+	"spillway/sockio"
 )
 
 // pair is one end as a RawConn, and the other.

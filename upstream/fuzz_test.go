@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 )
 
 // canned is a connection on which data comes, at most step bytes at a time.

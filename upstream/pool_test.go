@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 )
 
 // TestLostConnections covers the reuse race: which deaths of a connection are made good.

@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 )
 
 // prompt is a body that no pair of socket buffers can hold.

@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 )
 
 const chunked = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -6,7 +6,7 @@ import (
 	"context"
 	"testing"
 
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 )
 
 // TestAllocations counts a unary exchange on a reused connection, the worker's share (none)

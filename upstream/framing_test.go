@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"spillway/proxy/upstream"
+	"spillway/upstream"
 )
 
 func TestFraming(t *testing.T) {
