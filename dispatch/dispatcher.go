@@ -42,7 +42,8 @@ type Dispatcher struct {
 	gates     map[string]redis.UniversalClient // of gates, by address
 	pools     map[string]*workers
 	groups    []*group
-	watched   []*group // sources of gates without a budget; no queues
+	watched   []*group      // sources of gates without a budget; no queues
+	quotas    []*redisQuota // of gates, to be renewed
 	queues    []*Queue
 	merge     *mergePolicy
 	transform []transformer
@@ -132,7 +133,7 @@ func New(cfg Config, getenv func(string) string, reg prometheus.Registerer, log 
 			}
 			w.admit = g.whole()
 		}
-		d.watched = append(d.watched, b.watched...)
+		d.watched, d.quotas = append(d.watched, b.watched...), append(d.quotas, b.quotas...)
 		d.pools[p.ID] = w
 	}
 	if err := d.makeGroups(asks); err != nil {
@@ -192,7 +193,7 @@ func (d *Dispatcher) makeGroups(asks *asker) error {
 		if err != nil {
 			return fmt.Errorf("queue %q: %w", q.Name, err)
 		}
-		d.watched = append(d.watched, b.watched...)
+		d.watched, d.quotas = append(d.watched, b.watched...), append(d.quotas, b.quotas...)
 		q.workers, q.gate, q.holds = w, g, map[string]time.Time{}
 		name := cmp.Or(q.Group, g.pool, "queue "+q.ID)
 		grp := byName[name]
@@ -292,6 +293,9 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		for i := range g.inputs {
 			kept.Go(func() { d.poll(keeping, g, i) })
 		}
+	}
+	for _, q := range d.quotas {
+		kept.Go(func() { q.renewals(keeping) })
 	}
 	if d.cfg.ImportRetries && !d.cfg.DryRun {
 		d.importRetries(ctx)

@@ -53,6 +53,7 @@ type builder struct {
 	clients map[string]redis.UniversalClient // by address, of gates in Redis; closed by their user
 	owner   string                           // whose gates they are, for names
 	watched []*group                         // what is to be read beside the budgets
+	quotas  []*redisQuota                    // that expire if they are not renewed
 }
 
 // maxDepth bounds gates in gates.
@@ -163,6 +164,7 @@ func (b *builder) client(p *params) redis.UniversalClient {
 				return nil
 			}
 		}
+		opt.ContextTimeoutEnabled = true
 		opt.MaxRetries, opt.DialerRetries = -1, 1 // whoever asks will ask again, and others wait for the answer
 		b.clients[address] = redis.NewClient(opt)
 	}
@@ -183,10 +185,13 @@ func (b *builder) redisQuota(p *params, _ int) (*gate, error) {
 	q := &redisQuota{
 		redis: b.client(p), attribute: p.text("attribute", "userid"), concurrency: p.oneOf("mode", "rate-limit", "concurrency") == "concurrency",
 		limit: p.integer("limit", 0, 1), window: p.duration("window", time.Minute), prefix: p.text("prefix", "quota:"),
-		classify: p.oneOf("gating_mode", "blocking", "classifying") == "classifying",
+		classify: p.oneOf("gating_mode", "blocking", "classifying") == "classifying", held: map[string]int{},
 	}
 	if q.limit < 1 {
 		p.fail("limit", fmt.Errorf("is missing"))
+	}
+	if q.concurrency {
+		b.quotas = append(b.quotas, q)
 	}
 	return &gate{admit: q}, nil
 }

@@ -8,7 +8,9 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -102,25 +104,79 @@ func TestTiers(t *testing.T) {
 	r.results("result-list", 2)
 }
 
-// TestQuotaIsKept has a request that takes longer than the quota's window: it is counted all the same,
-// since its lease is renewed.
+// TestQuotaIsKept has a request that takes longer than the quota's window, which is shorter than the time
+// between renewals of leases: it is counted all the same.
 func TestQuotaIsKept(t *testing.T) {
 	r := startRedis(t)
 	hold := make(chan struct{})
 	g := newGateway(t, holding(hold))
 	q := simple(g)
-	q["gate_type"], q["gate_params"] = "redis-quota", map[string]any{"address": r.addr(), "mode": "concurrency", "limit": 1, "window": "10m"}
+	q["gate_type"], q["gate_params"] = "redis-quota", map[string]any{"address": r.addr(), "mode": "concurrency", "limit": 1, "window": "9s"}
 	r.enqueue("q", "a", prompt, func(s *dispatch.Submission) { s.Metadata = map[string]string{"userid": "alice"} })
-	begin(t, r, setup{cfg: func(c *dispatch.Config) { c.LeaseTTL = 2 * time.Second }}, q)
+	begin(t, r, setup{}, q)
 	eventually(t, "it is in flight", func() bool { return len(g.sent()) == 1 })
 	last := time.Hour
 	eventually(t, "its time is extended", func() bool {
 		left := r.PTTL(context.Background(), "quota:userid:alice").Val()
+		if left < 0 {
+			t.Fatal("it is counted no longer")
+		}
 		defer func() { last = left }()
 		return left > last
 	})
 	close(hold)
 	r.results("result-list", 1)
+	eventually(t, "it was given back", func() bool { return r.Get(context.Background(), "quota:userid:alice").Val() == "0" })
+}
+
+// TestHungGate has the Redis of quotas take commands and answer none while requests of some queues are in
+// flight: their leases are renewed all the same.
+func TestHungGate(t *testing.T) {
+	const all = 6
+	r, quotas := startRedis(t), startRedis(t)
+	hold := make(chan struct{})
+	g := newGateway(t, holding(hold))
+	var queues []queueDoc
+	for i := range all {
+		name := fmt.Sprint("q", i)
+		queues = append(queues, queueDoc{"queue_name": name, "igw_base_url": g.URL, "gate_type": "redis-quota",
+			"gate_params": map[string]any{"address": quotas.addr(), "mode": "concurrency", "limit": all, "window": "3s"}})
+		r.enqueue(name, name, prompt, func(s *dispatch.Submission) { s.Metadata = map[string]string{"userid": "alice"} })
+	}
+	d := begin(t, r, setup{cfg: func(c *dispatch.Config) { c.LeaseTTL = 9 * time.Second }, beside: true}, queues...)
+	eventually(t, "all are in flight", func() bool { return len(g.sent()) == all })
+	if err := quotas.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	goOn := sync.OnceFunc(func() { _ = quotas.cmd.Process.Signal(syscall.SIGCONT) })
+	defer goOn()
+	ends := map[string]float64{} // of leases
+	renewals := map[string]int{} // that were seen
+	eventually(t, "leases are renewed while the gate hangs", func() bool {
+		if n := d.metric("leases_lost_total"); n != 0 {
+			t.Fatalf("%v leases were lost", n)
+		}
+		least := all
+		for i := range all {
+			name := fmt.Sprint("q", i)
+			lease, err := r.ZRangeWithScores(t.Context(), "{"+name+"}:leases", 0, 0).Result()
+			if err != nil || len(lease) != 1 {
+				t.Fatalf("the lease in %s: %v, %v", name, lease, err)
+			}
+			if ends[name] < lease[0].Score {
+				renewals[name]++
+				ends[name] = lease[0].Score
+			}
+			least = min(least, renewals[name])
+		}
+		return least == 3 // the first is how it was before
+	})
+	goOn()
+	close(hold)
+	r.results("result-list", all)
+	if n := len(g.sent()); n != all {
+		t.Errorf("%d requests were sent, want %d", n, all)
+	}
 }
 
 // TestGateFails has the Redis of a quota go away: the queue waits, without asking again and again, until it

@@ -61,9 +61,6 @@ func (d *Dispatcher) beat(ctx context.Context) {
 			n := min(len(held), renewAtOnce)
 			timed, cancel := context.WithTimeout(ctx, queryTimeout)
 			lost, err := d.store.renew(timed, q, held[:n], d.cfg.LeaseTTL)
-			for _, l := range held[:n] {
-				l.grant.keep(timed)
-			}
 			cancel()
 			if err != nil && ctx.Err() == nil {
 				d.metrics.redisErrors.Add(1)
