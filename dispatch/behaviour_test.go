@@ -586,7 +586,7 @@ func TestCluster(t *testing.T) {
 		info, _ := r.ClusterInfo(ctx).Result()
 		return strings.Contains(info, "cluster_state:ok")
 	})
-	c := redis.NewClusterClient(&redis.ClusterOptions{Addrs: []string{r.addr()}})
+	c := redis.NewClusterClient(&redis.ClusterOptions{Addrs: []string{r.addr()}, Dialer: (&lossy{}).dial})
 	defer c.Close()
 	var n atomic.Int64
 	g := newGateway(t, func(w http.ResponseWriter, _ *http.Request, body string) {
@@ -599,7 +599,7 @@ func TestCluster(t *testing.T) {
 	const all = 20
 	for i := range all {
 		queue := []string{"plain", "with:{tag}:q"}[i%2]
-		s := dispatch.Submission{ID: fmt.Sprint(i), Deadline: time.Now().Unix() + 1000, Payload: json.RawMessage(prompt), ResultQueue: "elsewhere"}
+		s := dispatch.Submission{ID: fmt.Sprint(i), Deadline: time.Now().Unix() + 1000, Payload: json.RawMessage(prompt), ResultQueue: "elsewhere", Once: i == 0}
 		if err := dispatch.Enqueue(ctx, c, queue, s, time.Now()); err != nil {
 			t.Fatal(err)
 		}

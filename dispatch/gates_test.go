@@ -3,8 +3,10 @@ package dispatch_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -13,6 +15,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/redis/go-redis/v9"
 
 	"spillway/dispatch"
 )
@@ -285,6 +289,48 @@ func TestDedupe(t *testing.T) {
 		t.Errorf("it has its result: %+v", a)
 	}
 	r.results("result-list", 1)
+}
+
+// lossy dials connections of which one breaks when Redis has answered 1 for the first time.
+type lossy struct{ lost atomic.Bool }
+
+func (l *lossy) dial(ctx context.Context, network, addr string) (net.Conn, error) {
+	conn, err := new(net.Dialer).DialContext(ctx, network, addr)
+	return lossyConn{conn, l}, err
+}
+
+type lossyConn struct {
+	net.Conn
+	*lossy
+}
+
+// Read implements net.Conn.
+func (c lossyConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	if err == nil && string(b[:n]) == ":1\r\n" && c.lost.CompareAndSwap(false, true) {
+		_ = c.Close()
+		return 0, io.EOF
+	}
+	return n, err
+}
+
+// TestDedupeRepeated has the answer to a submission be lost, so that the client sends it once more.
+func TestDedupeRepeated(t *testing.T) {
+	r := startRedis(t)
+	var l lossy
+	c := redis.NewClient(&redis.Options{Addr: r.addr(), Dialer: l.dial})
+	defer c.Close()
+	ctx := t.Context()
+	s := dispatch.Submission{ID: "a", Deadline: time.Now().Unix() + 1000, Payload: json.RawMessage(prompt), ResultQueue: "result-list", Once: true}
+	if err := dispatch.Enqueue(ctx, c, "q", s, time.Now()); err != nil || !l.lost.Load() {
+		t.Fatalf("Enqueue: %v, an answer was lost: %v, want it to be enqueued", err, l.lost.Load())
+	}
+	if n, err := r.ZCard(ctx, "q").Result(); n != 1 || err != nil {
+		t.Errorf("%d requests in the queue, %v, want 1", n, err)
+	}
+	if err := dispatch.Enqueue(ctx, c, "q", s, time.Now()); !errors.Is(err, dispatch.ErrActive) {
+		t.Errorf("Enqueue of what is in work: %v, want ErrActive", err)
+	}
 }
 
 // TestAdaptive has a gateway that answers the second and third request when both are there: the limit has to

@@ -88,13 +88,23 @@ func Enqueue(ctx context.Context, r redis.UniversalClient, queue string, s Submi
 	return nil
 }
 
-// onceScript enqueues a request unless its ID is in work. KEYS: marker, cancellation, queue. ARGV: token, TTL
-// of the marker in ms, score, member.
-var onceScript = redis.NewScript(`
-if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 0 end
+// mark begins scripts that mark an ID as in work, and ends those that find it marked. KEYS[1]: marker. ARGV: token,
+// TTL in ms. The client repeats a command whose answer was lost: a marker with this very token is from the first
+// time, when all else was done, too; the request may have been cancelled since.
+const mark = `
+if redis.call('GET', KEYS[1]) == ARGV[1] then return 1 end
+if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 0 end`
+
+var (
+	markScript = redis.NewScript(mark + `
+return 1`)
+	// onceScript enqueues a request unless its ID is in work. KEYS: marker, cancellation, queue. ARGV: token, TTL,
+	// score, member.
+	onceScript = redis.NewScript(mark + `
 redis.call('DEL', KEYS[2])
 redis.call('ZADD', KEYS[3], ARGV[3], ARGV[4])
 return 1`)
+)
 
 // enqueueOnce is the rest of Enqueue. In a cluster, where the keys are in different slots, a process that dies
 // on the way leaves the ID marked until the deadline.
@@ -110,8 +120,8 @@ func enqueueOnce(ctx context.Context, r redis.UniversalClient, clustered bool, q
 		}
 		return nil
 	}
-	ours, err := r.SetNX(ctx, activeKey(s.ID), token, time.Duration(ms)*time.Millisecond).Result()
-	if err == nil && !ours {
+	n, err := markScript.Run(ctx, r, []string{activeKey(s.ID)}, token, ms).Int()
+	if err == nil && n == 0 {
 		err = ErrActive
 	}
 	if err == nil {
