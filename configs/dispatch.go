@@ -46,7 +46,6 @@ func (c InnerDispatch) Ineffective() error {
 // Deprecated names keys of llm-d's processor that have no use here.
 func (Dispatch) Deprecated() map[string]string {
 	return map[string]string{
-		"prometheus-cache-ttl":  "Prometheus is asked in the background, every --metrics-poll-interval",
 		"metrics-endpoint-auth": "the metrics ask for the token in --metrics-endpoint-token-file, if it is set",
 	}
 }

@@ -45,6 +45,7 @@ type Config struct {
 
 	PrometheusURL    string        `koanf:"prometheus-url" usage:"Prometheus that gates ask"`
 	MetricsPoll      time.Duration `koanf:"metrics-poll-interval" usage:"how often it is asked"`
+	CacheTTL         time.Duration `koanf:"prometheus-cache-ttl" usage:"llm-d's name of metrics-poll-interval, in place of which it counts; 0: it was not given"`
 	QueryTimeout     time.Duration `koanf:"query-timeout" usage:"how long it may take to answer, or a front end"`
 	BacklogPoll      time.Duration `koanf:"metrics-backlog-poll-interval" usage:"how often queues are measured; 0 is off"`
 	BudgetLog        time.Duration `koanf:"budget-log-interval" usage:"how often the log tells of each budget while something is queued or in flight; 0 is off"`
@@ -151,7 +152,7 @@ func (c Config) Validate() error {
 	if c.LeaseTTL < time.Second {
 		fail("lease-ttl", "%v is below 1s", c.LeaseTTL)
 	}
-	for key, d := range map[string]time.Duration{"drain-timeout": c.DrainTimeout, "metrics-backlog-poll-interval": c.BacklogPoll, "budget-log-interval": c.BudgetLog} {
+	for key, d := range map[string]time.Duration{"drain-timeout": c.DrainTimeout, "metrics-backlog-poll-interval": c.BacklogPoll, "prometheus-cache-ttl": c.CacheTTL, "budget-log-interval": c.BudgetLog} {
 		if d < 0 {
 			fail(key, "%v is negative", d)
 		}

@@ -104,6 +104,9 @@ func New(cfg Config, getenv func(string) string, reg prometheus.Registerer, log 
 	if err != nil {
 		return nil, err
 	}
+	if cfg.CacheTTL > 0 {
+		cfg.MetricsPoll = cfg.CacheTTL
+	}
 	d := &Dispatcher{
 		cfg: cfg, log: log, transport: t, queues: t.Queues, pools: map[string]*workers{}, held: map[*lease]context.CancelCauseFunc{},
 		gates: map[string]redis.UniversalClient{}, wake: make(chan struct{}, 1), leaving: make(chan struct{}), last: make(chan struct{}),

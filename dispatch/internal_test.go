@@ -2,11 +2,14 @@ package dispatch
 
 import (
 	"encoding/json"
+	"log/slog"
 	"math/rand/v2"
 	"net/http"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
 )
 
 func TestBackoff(t *testing.T) {
@@ -205,5 +208,24 @@ func TestGates(t *testing.T) {
 	g, err := b.build("prometheus-saturation", json.RawMessage(`{"pool":"p","threshold":0.8}`), 0)
 	if err != nil || g.inputs[0].source.Fallback != 0 || g.inputs[0].source.Rule.Baseline < 0.19 || g.inputs[0].source.Rule.Baseline > 0.21 {
 		t.Errorf("prometheus-saturation: %+v, %v", g, err)
+	}
+}
+
+// TestCacheTTL has the time for which llm-d's processor keeps an answer of Prometheus be that between questions.
+func TestCacheTTL(t *testing.T) {
+	for ttl, want := range map[time.Duration]time.Duration{0: 2 * time.Second, time.Second: time.Second, time.Minute: time.Minute} {
+		cfg := DefaultConfig()
+		cfg.PrometheusURL, cfg.CacheTTL = "http://prometheus:9090", ttl
+		cfg.Transport = `{"url":"redis://h","queues":[{"queue_name":"q","igw_base_url":"http://h","gate_type":"prometheus-budget","gate_params":{"pool":"p"}}]}`
+		if err := cfg.Validate(); err != nil {
+			t.Fatal(err)
+		}
+		d, err := New(cfg, func(string) string { return "" }, prometheus.NewRegistry(), slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := d.groups[0].inputs[0].every; got != want {
+			t.Errorf("prometheus-cache-ttl %v: asked every %v, want %v", ttl, got, want)
+		}
 	}
 }
