@@ -204,8 +204,8 @@ type Queue struct {
 	Group       string            `json:"budget_group"`
 
 	keys    keys
-	base    *url.URL
-	apiKey  string // of the front end in whose process this is, if that is where base leads
+	apiKey  string // of the front end in whose process this is, if that is where requests go
+	gateway *gateway
 	workers *workers
 	gate    *gate
 	group   *group
@@ -294,8 +294,7 @@ func (q *Queue) complete(inside *Inside) error {
 			q.BaseURL, q.apiKey = inside.URL, inside.APIKey
 		}
 	}
-	var err error
-	if q.base, err = url.Parse(q.BaseURL); err != nil || q.base.Scheme != "http" && q.base.Scheme != "https" || q.base.Host == "" {
+	if u, err := url.Parse(q.BaseURL); err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
 		return fmt.Errorf("igw_base_url %q is no http or https URL", q.BaseURL)
 	}
 	for _, d := range []struct{ to, def *string }{{&q.ID, &q.Name}, {&q.Path, new("/v1/completions")}, {&q.PoolID, new("default")}, {&q.GateType, &kind}} {

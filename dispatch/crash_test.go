@@ -146,23 +146,23 @@ type child struct {
 	err   *strings.Builder // to be read when it has ended
 }
 
-func startChild(t *testing.T, o order) *child {
+func startChild(t *testing.T, o order, env ...string) *child {
 	t.Helper()
 	text, err := json.Marshal(o)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return startSelf(t, asDispatcher+"="+string(text))
+	return startSelf(t, append(env, asDispatcher+"="+string(text))...)
 }
 
-func startSelf(t *testing.T, env string) *child {
+func startSelf(t *testing.T, env ...string) *child {
 	t.Helper()
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
 	c := &child{cmd: exec.Command(self), err: &strings.Builder{}}
-	c.cmd.Env = append(os.Environ(), env)
+	c.cmd.Env = append(os.Environ(), env...)
 	c.cmd.Stderr = c.err
 	if c.stdin, err = c.cmd.StdinPipe(); err != nil {
 		t.Fatal(err)

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
-	"net/http"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -47,7 +46,7 @@ type Dispatcher struct {
 	queues    []*Queue
 	merge     *mergePolicy
 	transform []transformer
-	client    *http.Client
+	gateways  []*gateway
 	metrics   *metrics
 	wake      chan struct{} // told when there may be something to do
 	ready     atomic.Bool
@@ -142,8 +141,8 @@ func New(cfg Config, getenv func(string) string, reg prometheus.Registerer, log 
 	if err := d.makeGroups(asks); err != nil {
 		return nil, fmt.Errorf("transport-config: %w", err)
 	}
-	if d.client, err = newClient(cfg, total); err != nil {
-		return nil, fmt.Errorf("tls-ca-cert: %w", err)
+	if err := d.makeGateways(total); err != nil {
+		return nil, err
 	}
 	if d.merge, err = readMerge(cfg.MergeFile); err != nil {
 		return nil, fmt.Errorf("request-merge-policy-config-file: %w", err)
@@ -327,7 +326,9 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	<-idle
 	stopKeeping()
 	kept.Wait()
-	d.client.CloseIdleConnections()
+	for _, g := range d.gateways {
+		g.close()
+	}
 	err := d.store.redis.Close()
 	for _, c := range d.gates {
 		err = errors.Join(err, c.Close())

@@ -5,7 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math/rand/v2"
-	"net/http"
+	"net/textproto"
 	"os"
 	"slices"
 	"strconv"
@@ -58,6 +58,7 @@ func readMerge(path string) (*mergePolicy, error) {
 			return nil, fmt.Errorf("%q is no name of a header", name)
 		}
 	}
+	p.priorityHeader, p.fairnessHeader = textproto.CanonicalMIMEHeaderKey(p.priorityHeader), textproto.CanonicalMIMEHeaderKey(p.fairnessHeader)
 	return p, nil
 }
 
@@ -111,14 +112,14 @@ func (p *mergePolicy) lane(m *message, g *grant) int {
 }
 
 // stamp adds the headers by which the gateway knows whose the request is and how much it matters.
-func (p *mergePolicy) stamp(h http.Header, m *message, g *grant) {
+func (p *mergePolicy) stamp(l *lines, m *message, g *grant) {
 	if p.fairnessHeader != "" {
 		if v := m.metadata[p.fairnessAttribute]; v != "" && len(v) <= 256 && httpguts.ValidHeaderFieldValue(v) {
-			h.Set(p.fairnessHeader, v)
+			l.set(p.fairnessHeader, v)
 		}
 	}
 	if p.kind == "tier-priority" {
-		h.Set(p.priorityHeader, strconv.Itoa(p.lane(m, g)))
+		l.set(p.priorityHeader, strconv.Itoa(p.lane(m, g)))
 	}
 }
 

@@ -6,31 +6,15 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"net/http"
 	"net/textproto"
+	"net/url"
+	"slices"
 	"strconv"
-	"strings"
-	"time"
 
 	"golang.org/x/net/http/httpguts"
 
 	"spillway/dispatch/budget"
 )
-
-// newClient is the client of gateways, with room for a connection of each worker.
-func newClient(cfg Config, workers int) (*http.Client, error) {
-	conf, err := tlsConfig(cfg.TLSCA, cfg.TLSCert, cfg.TLSKey, cfg.TLSInsecure, true)
-	if err != nil {
-		return nil, err
-	}
-	return &http.Client{
-		Transport: &http.Transport{
-			Proxy: http.ProxyFromEnvironment, TLSClientConfig: conf, ForceAttemptHTTP2: true,
-			MaxIdleConns: workers, MaxIdleConnsPerHost: workers, IdleConnTimeout: 90 * time.Second,
-		},
-		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
-	}, nil
-}
 
 // notForwarded are headers that a producer must not set.
 var notForwarded = map[string]bool{
@@ -117,58 +101,74 @@ func tokens(payload []byte, unsaid int64) int64 {
 	return int64(prompt) + int64(math.Min(output*n, 1<<50))
 }
 
-// request makes the HTTP request of a message.
-func (d *Dispatcher) request(m *message, q *Queue, g *grant) (*http.Request, error) {
-	body, contentType, err := d.body(m)
-	if err != nil {
-		return nil, err
+// line is a header of a request, its name in canonical form.
+type line struct{ name, value string }
+
+// lines are the headers of a request, each name once.
+type lines []line
+
+func (l lines) has(name string) bool {
+	return slices.ContainsFunc(l, func(o line) bool { return o.name == name })
+}
+
+func (l *lines) set(name, value string) {
+	for i := range *l {
+		if (*l)[i].name == name {
+			(*l)[i].value = value
+			return
+		}
 	}
-	path := q.Path
+	*l = append(*l, line{name, value})
+}
+
+// compose makes the HTTP request of a message.
+func (d *Dispatcher) compose(p *post, m *message, q *Queue, g *grant) (err error) {
+	var contentType string
+	if p.body, contentType, err = d.body(m); err != nil {
+		return err
+	}
+	p.path = q.Path
 	if m.endpoint != "" {
-		path = m.endpoint
+		p.path = m.endpoint
 	}
-	u := *q.base
-	u.RawQuery = ""
-	target, err := u.Parse(strings.TrimRight(u.Path, "/") + path)
+	u, err := url.Parse(p.path) // checkEndpoint has let it pass: it names no host
 	if err != nil {
-		return nil, fmt.Errorf("endpoint: %w", err)
+		return fmt.Errorf("endpoint: %w", err)
 	}
-	req, err := http.NewRequest(http.MethodPost, target.String(), bytes.NewReader(body))
-	if err != nil {
-		return nil, err
-	}
-	req.GetBody = nil // nothing is sent twice behind our back
-	h := req.Header
-	h.Set("Content-Type", contentType)
+	p.path = u.RequestURI()
+	l := append(p.lines[:0], line{"Content-Type", contentType}, line{"User-Agent", "spillway"}, line{"Accept-Encoding", "identity"})
 	if q.Objective != "" {
-		h.Set("X-Gateway-Inference-Objective", q.Objective)
-		h.Set("X-Llm-D-Inference-Objective", q.Objective)
+		l.set("X-Gateway-Inference-Objective", q.Objective)
+		l.set("X-Llm-D-Inference-Objective", q.Objective)
 	}
 	for name, value := range m.headers {
 		name = textproto.CanonicalMIMEHeaderKey(name)
 		if !httpguts.ValidHeaderFieldName(name) || !httpguts.ValidHeaderFieldValue(value) {
-			return nil, fmt.Errorf("header %q cannot be sent", name)
+			return fmt.Errorf("header %q cannot be sent", name)
 		}
 		if !notForwarded[name] && (name != "Content-Type" || contentType == "application/json") {
-			h.Set(name, value)
+			l.set(name, value)
 		}
 	}
-	if q.apiKey != "" && h.Get("Authorization") == "" && target.Host == q.base.Host {
-		h.Set("Authorization", "Bearer "+q.apiKey)
+	if q.gateway.authorization != "" && !l.has("Authorization") {
+		l.set("Authorization", q.gateway.authorization)
 	}
-	d.merge.stamp(h, m, g)
-	for name, value := range map[string]string{"Idempotency-Key": m.id + ":" + m.token, "X-Request-Id": m.id} {
-		if h.Get(name) == "" && httpguts.ValidHeaderFieldValue(value) {
-			h.Set(name, value)
+	d.merge.stamp(&l, m, g)
+	offer := func(name, value string) {
+		if !l.has(name) && httpguts.ValidHeaderFieldValue(value) {
+			l.set(name, value)
 		}
 	}
+	offer("Idempotency-Key", m.id+":"+m.token)
+	offer("X-Request-Id", m.id)
 	for _, name := range []string{"traceparent", "tracestate", "baggage"} {
-		if v := m.metadata[name]; v != "" && h.Get(name) == "" && httpguts.ValidHeaderFieldValue(v) {
-			h.Set(name, v)
+		if v := m.metadata[name]; v != "" {
+			offer(textproto.CanonicalMIMEHeaderKey(name), v)
 		}
 	}
-	h.Set("X-Spillway-Lane", "batch")
-	return req, nil
+	l.set("X-Spillway-Lane", "batch")
+	p.lines = l
+	return nil
 }
 
 func statusLabel(status int) string { return strconv.Itoa(status) }

@@ -31,9 +31,9 @@ func backoff(k int, left, hint time.Duration, rng *rand.Rand) (time.Duration, bo
 	return time.Duration(delay * float64(time.Second)), true
 }
 
-// retryAfter reads the header: seconds or a date, 0 for what is past or nonsense.
-func retryAfter(h http.Header, now time.Time) time.Duration {
-	v := strings.TrimSpace(h.Get("Retry-After"))
+// retryAfter reads that header: seconds or a date, 0 for what is past or nonsense.
+func retryAfter(v string, now time.Time) time.Duration {
+	v = strings.TrimSpace(v)
 	if n, err := strconv.ParseInt(v, 10, 64); err == nil {
 		return time.Duration(min(max(n, 0), math.MaxInt64/int64(time.Second))) * time.Second
 	}

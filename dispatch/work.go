@@ -3,12 +3,10 @@ package dispatch
 import (
 	"context"
 	"errors"
-	"io"
 	"math/rand/v2"
-	"net/http"
-	"net/http/httptrace"
-	"sync/atomic"
 	"time"
+
+	"spillway/upstream"
 )
 
 // gateEvery is how often a worker asks its pool's gate again.
@@ -93,18 +91,21 @@ func (d *Dispatcher) throughGate(ctx context.Context, l *lease, g *grant) bool {
 // reply is what came of one attempt.
 type reply struct {
 	status  int
-	header  http.Header
+	after   string // Retry-After
+	dropped string // why a gateway of llm-d has refused the request
 	body    []byte
 	err     error
 	written bool // something of the request was sent
+	late    bool // err came of the attempt's time being over
 	taken   time.Duration
 }
 
 // attempt sends the request once and deals with what comes of it.
 func (d *Dispatcher) attempt(ctx context.Context, l *lease, g *grant) {
 	m, q := l.m, l.queue
-	req, err := d.request(m, q, g)
-	if err != nil {
+	p := posts.Get().(*post)
+	defer p.release()
+	if err := d.compose(p, m, q, g); err != nil {
 		q.outcomes[outcomeFailed].Add(1)
 		d.settle(l, failed(codeInvalid, err.Error()), "", nil)
 		return
@@ -114,8 +115,6 @@ func (d *Dispatcher) attempt(ctx context.Context, l *lease, g *grant) {
 	if m.deadline.Before(limit) {
 		limit = m.deadline
 	}
-	limited, cancel := context.WithDeadline(ctx, limit)
-	defer cancel()
 	if m.retries == 0 {
 		q.first.Add(1)
 	} else {
@@ -123,31 +122,12 @@ func (d *Dispatcher) attempt(ctx context.Context, l *lease, g *grant) {
 	}
 	d.metrics.sent(q, m, now)
 	d.step(Sending, m)
-	r := d.send(req.WithContext(limited))
+	r := q.gateway.send(ctx, p, limit, d.cfg.MaxResponseBytes)
 	q.group.budget.Ended(l.token)
 	d.step(Answered, m)
 	now = time.Now()
 	d.metrics.latency(q, r.taken)
 	d.judge(ctx, l, r, now.Add(-r.taken), now)
-}
-
-// send does the request and reads the answer.
-func (d *Dispatcher) send(req *http.Request) (r reply) {
-	var written atomic.Bool
-	trace := &httptrace.ClientTrace{WroteHeaders: func() { written.Store(true) }}
-	begun := time.Now()
-	resp, err := d.client.Do(req.WithContext(httptrace.WithClientTrace(req.Context(), trace)))
-	defer func() { r.taken, r.written = time.Since(begun), written.Load() }()
-	if err != nil {
-		return reply{err: err}
-	}
-	defer resp.Body.Close()
-	r = reply{status: resp.StatusCode, header: resp.Header}
-	r.body, r.err = io.ReadAll(io.LimitReader(resp.Body, int64(d.cfg.MaxResponseBytes)+1))
-	if r.err == nil && len(r.body) > d.cfg.MaxResponseBytes {
-		r.status, r.body, r.err = 0, nil, errTooLong
-	}
-	return r
 }
 
 var errTooLong = errors.New("the answer is longer than max-response-bytes")
@@ -166,26 +146,21 @@ func (d *Dispatcher) judge(ctx context.Context, l *lease, r reply, sentAt, now t
 		}
 		return
 	}
-	if errors.Is(r.err, errTooLong) {
+	if errors.Is(r.err, errTooLong) || errors.Is(r.err, upstream.ErrRequest) {
 		q.outcomes[outcomeFailed].Add(1)
 		d.settle(l, failed(codeInvalid, r.err.Error()), "", nil)
 		return
 	}
-	hint := time.Duration(0)
-	if r.header != nil {
-		hint = retryAfter(r.header, now)
-	}
+	hint := retryAfter(r.after, now)
 	if r.status == 0 {
-		if !r.written && !errors.Is(r.err, context.DeadlineExceeded) && b.Unreachable(now) {
+		if !r.written && !r.late && b.Unreachable(now) {
 			d.log.Warn("the gateway cannot be reached", "queue", q.Name, "err", r.err)
 			q.trips.add("unreachable")
 		}
-		counted := r.written || errors.Is(r.err, context.DeadlineExceeded)
-		d.again(l, counted, 0, r, 0, now)
+		d.again(l, r.written || r.late, 0, r, 0, now)
 		return
 	}
-	dropped := r.header.Get("X-Llm-D-Request-Dropped-Reason")
-	said := judge(r.status, dropped, d.cfg.OverloadExempt)
+	said := judge(r.status, r.dropped, d.cfg.OverloadExempt)
 	success := said == final && r.status/100 == 2 && r.err == nil
 	b.Answered(success)
 	l.grant.said, l.grant.success, l.grant.sentAt = said, success, sentAt
@@ -194,7 +169,7 @@ func (d *Dispatcher) judge(ctx context.Context, l *lease, r reply, sentAt, now t
 		q.outcomes[outcomeShed].Add(1)
 		if b.Shed(sentAt, hint, now) {
 			q.trips.add(statusLabel(r.status))
-			d.log.Warn("refused for overload: the gate is closed", "queue", q.Name, "status", r.status, "reason", dropped)
+			d.log.Warn("refused for overload: the gate is closed", "queue", q.Name, "status", r.status, "reason", r.dropped)
 		}
 		d.again(l, false, l.m.sheds+1, r, hint, now)
 	case said == overtaken:
@@ -212,7 +187,7 @@ func (d *Dispatcher) judge(ctx context.Context, l *lease, r reply, sentAt, now t
 		}
 		a := answered(r.status, r.body)
 		d.metrics.usage(q, a.usage)
-		d.settle(l, a, dropped, nil)
+		d.settle(l, a, r.dropped, nil)
 	}
 }
 

@@ -116,7 +116,7 @@ func New(endpoint *url.URL, cfg Config) (*Client, error) {
 // Do sends req and returns as soon as the response head is there; the caller must Close the
 // response. An answer that comes before the worker has read the whole body is returned like
 // any other. A reused connection that turns out to be dead before any response byte is
-// replaced, once, by a fresh one. When ctx ends, now or while the body is read, the
+// replaced, once, by a fresh one, unless req.Once. When ctx ends, now or while the body is read, the
 // connection is closed at once. The request must not change before the response is closed.
 //
 // Errors: ErrRequest, ErrDial, ErrReset, ErrHeader, ErrFraming, the context's, or
@@ -154,7 +154,7 @@ func (c *Client) DoInto(ctx context.Context, req *Request, resp *Response) error
 			return err
 		case err == errStale: // it does not count: the worker has seen nothing
 			cn = c.take()
-		case resp.lost:
+		case resp.lost && !req.Once:
 			cn = nil
 		default:
 			return err

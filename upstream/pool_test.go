@@ -69,6 +69,22 @@ func TestLostConnections(t *testing.T) {
 	}
 }
 
+// TestOnce has a request that must not be written twice, on a connection that is lost after it.
+func TestOnce(t *testing.T) {
+	w := newWorker(t, func(p *peer) {
+		p.request()
+		p.say(plain)
+		p.request()
+	})
+	c := w.client(t, upstream.Config{})
+	mustExchange(t, c, post("first"))
+	req := post("second")
+	req.Once = true
+	if _, _, _, err := exchange(t.Context(), c, req); kind(err) != "reset" || w.connections() != 1 {
+		t.Errorf("second exchange: %v, %d connections; want ErrReset and 1", err, w.connections())
+	}
+}
+
 func TestFreshConnectionIsNotRetried(t *testing.T) {
 	w := newWorker(t, func(p *peer) { p.request() })
 	if _, err := w.client(t, upstream.Config{}).Do(t.Context(), post("")); kind(err) != "reset" {

@@ -19,6 +19,9 @@ type Request struct {
 	// HeadDeadline is when to give up waiting for the response head, or for the connection
 	// (which then is ErrDial); zero is never. It is off again once the head has come.
 	HeadDeadline time.Time
+	// Once has a request of which something was written never be written again: where the connection
+	// that was reused turns out to be dead only then, that is ErrReset, and for the caller to judge.
+	Once bool
 	// Sent, if not nil, is called when the worker's socket has taken what it takes at once, before
 	// an answer is waited for: on the caller's goroutine, again if the request is sent again. It
 	// must not block.
