@@ -18,7 +18,9 @@ func withClient(ctx context.Context, nc net.Conn) context.Context {
 	if !ok {
 		return ctx
 	}
-	c.requests = newClientContext(ctx)
+	if c.requests == nil {
+		c.requests = newClientContext(ctx)
+	}
 	return context.WithValue(c.requests, clientKey{}, c)
 }
 

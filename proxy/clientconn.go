@@ -5,6 +5,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -42,6 +43,8 @@ type clientConn struct {
 	clients      *clients       // it is one of; set by add
 	requests     *clientContext // nil with TLS
 	presence     presence
+	turn         atomic.Int32 // whose it is
+	ahead        []byte       // read already, for the next Reads
 
 	// Of the one Read that is going on, and of the one Write: net/http and TLS see to it that there
 	// is no second one.
@@ -78,6 +81,11 @@ func newClientConn(nc net.Conn, writeTimeout time.Duration) *clientConn {
 
 // Read is net.Conn's.
 func (c *clientConn) Read(p []byte) (int, error) {
+	if len(c.ahead) > 0 {
+		n := copy(p, c.ahead)
+		c.ahead = c.ahead[n:]
+		return n, nil
+	}
 	if c.raw == nil || len(p) == 0 {
 		return c.Conn.Read(p)
 	}

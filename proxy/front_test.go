@@ -43,7 +43,7 @@ type setup struct {
 }
 
 // modeVariable names the mode of the router where a test does not choose one. make test runs all of them
-// in round-robin and in kv.
+// in round-robin and in kv; in the latter requests are not plain either, so that net/http serves them.
 const modeVariable = "SPILLWAY_TEST_ROUTER_MODE"
 
 func usualMode() router.Mode {
@@ -299,6 +299,9 @@ func (f *front) send(method, path, body string, headers ...string) got {
 
 func (f *front) do(req *http.Request) got {
 	f.t.Helper()
+	if usualMode() == router.KV && req.URL.Scheme == "http" {
+		req.Header.Set("Upgrade", "none")
+	}
 	resp, err := f.client.Do(req)
 	if err != nil {
 		f.t.Fatalf("%s %s: %v", req.Method, req.URL, err)
@@ -379,7 +382,11 @@ func (f *front) dial() *raw {
 
 // post sends a request for a chat by hand.
 func (c *raw) post(body string) {
-	_, _ = fmt.Fprintf(c, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", len(body), body)
+	more := ""
+	if usualMode() == router.KV {
+		more = "Upgrade: none\r\n"
+	}
+	_, _ = fmt.Fprintf(c, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n%sContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", more, len(body), body)
 }
 
 // head reads the status line and the headers.

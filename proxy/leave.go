@@ -88,7 +88,9 @@ func (c *clientConn) serving() {
 	if c == nil || c.raw == nil {
 		return
 	}
-	c.presence.watch.CompareAndSwap(unknown, spared) // or net/http has been quick and reads already
+	if c.turn.Load() == elsewhere {
+		c.presence.watch.CompareAndSwap(unknown, spared) // or net/http has been quick and reads already
+	}
 	c.presence.turns.Store(2)
 }
 

@@ -39,12 +39,10 @@ func (t *routeTable) add(method, path string, h echo.HandlerFunc) {
 // routes registers every route, those of operators on the admin address if there is one.
 func (s *Server) routes() error {
 	t := s.newTable()
-	paths := []string{s.cfg.ChatPath, s.cfg.CompletionsPath, s.cfg.EmbeddingsPath, s.cfg.ResponsesPath}
 	if s.cfg.EnableAnthropicAPI {
-		paths = append(paths, s.cfg.AnthropicPath)
 		t.add(http.MethodPost, s.cfg.AnthropicPath+"/count_tokens", s.countTokens)
 	}
-	for i, path := range paths {
+	for i, path := range s.inferencePaths() {
 		t.add(http.MethodPost, path, s.infer(&endpoints[i]))
 	}
 	t.add(http.MethodGet, s.cfg.ModelsPath, s.quiet(s.keyed(s.listModels)))
@@ -65,6 +63,15 @@ func (s *Server) routes() error {
 	s.administer(admin)
 	s.admin = admin.echo
 	return errors.Join(t.err, admin.err)
+}
+
+// inferencePaths are the paths of endpoints, as far as they are served.
+func (s *Server) inferencePaths() []string {
+	paths := []string{s.cfg.ChatPath, s.cfg.CompletionsPath, s.cfg.EmbeddingsPath, s.cfg.ResponsesPath}
+	if s.cfg.EnableAnthropicAPI {
+		paths = append(paths, s.cfg.AnthropicPath)
+	}
+	return paths
 }
 
 // exposition serves the metrics.

@@ -141,10 +141,16 @@ func (s *Server) Run(ctx context.Context, ln, admin net.Listener) error {
 	defer cut(nil)
 	served := make(chan error, 2)
 	s.warnOpen(ln, true)
+	ln = clientListener{ln, &s.clients, s.cfg.ClientWriteTimeout}
+	var plain *plainServer
+	if s.tls == nil {
+		plain = newPlainServer(requests, s, ln)
+		ln = plain
+	}
 	servers := []*http.Server{s.start(requests, ln, s.public, served)}
 	if admin != nil {
 		s.warnOpen(admin, false)
-		servers = append(servers, s.start(requests, admin, s.admin, served))
+		servers = append(servers, s.start(requests, clientListener{admin, &s.clients, s.cfg.ClientWriteTimeout}, s.admin, served))
 	}
 	running, ticked := len(servers), make(chan struct{})
 	ticking, stopTicking := context.WithCancel(context.WithoutCancel(ctx))
@@ -165,7 +171,7 @@ func (s *Server) Run(ctx context.Context, ln, admin net.Listener) error {
 	s.enter(stopping)
 	cut(errStopping)
 	s.uploads.wake()
-	err := errors.Join(failed, shutDown(context.WithoutCancel(ctx), servers))
+	err := errors.Join(failed, shutDown(context.WithoutCancel(ctx), servers, plain))
 	for ; running > 0; running-- {
 		<-served
 	}
@@ -185,7 +191,6 @@ func (s *Server) start(requests context.Context, ln net.Listener, h http.Handler
 		BaseContext: func(net.Listener) context.Context { return requests }, ConnContext: withClient,
 		ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 	}
-	ln = clientListener{ln, &s.clients, s.cfg.ClientWriteTimeout}
 	if s.tls == nil {
 		go func() { served <- srv.Serve(ln) }()
 		return srv
@@ -215,10 +220,14 @@ func (s *Server) drain() {
 	}
 }
 
-func shutDown(ctx context.Context, servers []*http.Server) error {
+func shutDown(ctx context.Context, servers []*http.Server, plain *plainServer) error {
 	last, cancel := context.WithTimeout(ctx, unwind)
 	defer cancel()
 	var failed error
+	if plain != nil {
+		_ = plain.Close() // or it is closed
+		plain.shutdown(last)
+	}
 	for _, srv := range servers {
 		err := srv.Shutdown(last)
 		if errors.Is(err, context.DeadlineExceeded) {
