@@ -66,7 +66,7 @@ type routes struct {
 // block before has led to another one when it came: one in sixteen of a new prompt.
 type node struct {
 	seq    uint64
-	at     int64  // its bucket, 0 where only later blocks of a prompt keep it
+	at     int64  // its bucket, 0 where no prompt has ended with it; one that is over where later blocks keep it
 	number uint32 // as which it was made
 	before int32  // the node of the block before, or -1
 	next   int32  // a node of the same stretch that follows it, or -1
@@ -396,37 +396,15 @@ func (r *Routed) dropFirstLocked(of *routes, target int) {
 	at := of.order[0]
 	left := of.due[at]
 	for ; len(left) > 0 && r.held > target; left = left[1:] {
-		p := left[0]
-		if !r.hasLocked(p, at) {
-			of.listed--
-			continue
-		}
-		n := p.node
-		for r.nodes[n].at = 0; n >= 0 && r.held > target; {
-			one := r.nodes[n]
-			if one.after > 0 || one.at > at {
-				n = -1
+		if n := left[0].node; r.hasLocked(left[0], at) {
+			for r.looseLocked(n, at) && r.held > target {
+				n = r.cutLocked(of, n)
+			}
+			if r.looseLocked(n, at) { // enough: the rest of the prompt stays
+				r.nodes[n].at = at
+				left[0] = passing{n, r.nodes[n].number}
 				break
 			}
-			r.dropLocked(n)
-			of.held--
-			leads := false
-			if one.before >= 0 {
-				up := &r.nodes[one.before]
-				up.after--
-				if leads = up.next == n; leads {
-					up.next = -1
-				}
-			}
-			if !leads {
-				of.entries.remove(of.entries.find(mix(one.seq), func(pos int) bool { return pos == int(n) }))
-			}
-			n = one.before
-		}
-		if n >= 0 && r.nodes[n].after == 0 && r.nodes[n].at <= at { // enough: the rest of the prompt stays
-			r.nodes[n].at = at
-			left[0] = passing{n, r.nodes[n].number}
-			break
 		}
 		of.listed--
 	}
@@ -441,6 +419,30 @@ func (r *Routed) dropFirstLocked(of *routes, target int) {
 		delete(of.due, at)
 		of.order = of.order[1:]
 	}
+}
+
+// looseLocked tells whether nothing keeps a node in a bucket's time: no block follows it, and its own time is over.
+func (r *Routed) looseLocked(i int32, at int64) bool {
+	return i >= 0 && r.nodes[i].after == 0 && r.nodes[i].at <= at
+}
+
+// cutLocked drops the last node of a prompt, and returns that of the block before it, or -1.
+func (r *Routed) cutLocked(of *routes, i int32) int32 {
+	one := r.nodes[i]
+	leads := false // the one before to this one
+	if one.before >= 0 {
+		up := &r.nodes[one.before]
+		up.after--
+		if leads = up.next == i; leads {
+			up.next = -1
+		}
+	}
+	if !leads {
+		of.entries.remove(of.entries.find(mix(one.seq), func(pos int) bool { return pos == int(i) }))
+	}
+	r.dropLocked(i)
+	of.held--
+	return one.before
 }
 
 // hasLocked tells whether what is listed in a bucket still has that deadline.
