@@ -176,7 +176,7 @@ func TestImports(t *testing.T) {
 	}
 }
 
-// shared are the shell packages that others of the shell may import: they know nobody.
+// shared are the shell packages that others of the shell may import. They know none of those that use them.
 var shared = []string{"httperr", "jsonhttp", "upstream", "sockio"}
 
 // TestRooms checks the list itself: imports lead down, or stay among shells only for those that are
