@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"math"
 	"net/url"
-	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -216,68 +214,12 @@ func (b *builder) adaptive(p *params, _ int) (*gate, error) {
 	return &gate{admit: a}, nil
 }
 
-// promSelector is a metric with labels, in PromQL.
-func promSelector(metric string, labels ...string) string {
-	var all []string
-	for i := 0; i < len(labels); i += 2 {
-		if labels[i+1] != "" {
-			all = append(all, labels[i]+"="+strconv.Quote(labels[i+1]))
-		}
-	}
-	slices.Sort(all)
-	return metric + "{" + strings.Join(all, ",") + "}"
-}
-
 func (b *builder) prometheus(p *params) *promAPI {
 	from := p.text("url", b.cfg.PrometheusURL)
 	if u, err := url.Parse(from); err != nil || u.Host == "" {
 		p.fail("url", fmt.Errorf("neither it nor prometheus-url is the URL of a Prometheus"))
 	}
 	return &promAPI{asker: b.metrics, url: strings.TrimSuffix(from, "/")}
-}
-
-// ready is the expression of ready endpoints.
-func ready(pool, namespace string) string {
-	return "max(" + promSelector("spillway_pool_ready_endpoints", "pool", pool, "namespace", namespace) +
-		" or " + promSelector("llm_d_epp_ready_endpoints", "name", pool, "namespace", namespace) +
-		" or " + promSelector("inference_pool_ready_pods", "name", pool, "namespace", namespace) + ")"
-}
-
-func oldest(selectors ...string) string {
-	for i, s := range selectors {
-		selectors[i] = "timestamp(" + s + ")"
-	}
-	return "min(" + strings.Join(selectors, " or ") + ")"
-}
-
-// candidates are the queries for D, the best one first.
-func candidates(pool, namespace string, per float64) []candidate {
-	sel := func(metric, name string, more ...string) string {
-		return promSelector(metric, append([]string{name, pool, "namespace", namespace}, more...)...)
-	}
-	fullness := sel("spillway_pool_fullness", "pool")
-	epp, old := sel("llm_d_epp_flow_control_pool_saturation", "inference_pool", "stage", "effective"), sel("inference_extension_flow_control_pool_saturation", "inference_pool")
-	old = strings.TrimSuffix(old, "}") + `,stage=~"(effective)?"}`
-	running, pods := sel("vllm:num_requests_running", "inference_pool"), sel("inference_pool_ready_pods", "name")
-	return []candidate{
-		{"1 - max(" + fullness + ")", []string{oldest(fullness)}},
-		{"1 - max(" + epp + " or " + old + ")", []string{oldest(epp, old)}},
-		{fmt.Sprintf("1 - (sum(%s) / scalar(max(%s) * %g))", running, pods, per), []string{oldest(running), oldest(pods)}},
-	}
-}
-
-// waiting are those that see waiting work only.
-func waiting(pool, namespace string, per float64, original bool) []candidate {
-	sel := func(metric, name string) string { return promSelector(metric, name, pool, "namespace", namespace) }
-	queue, pods, each := sel("inference_extension_flow_control_queue_size", "inference_pool"), sel("inference_pool_ready_pods", "name"), sel("inference_pool_per_pod_queue_size", "name")
-	first := fmt.Sprintf("1 - (sum(%s) / scalar(max(%s) * %g))", queue, pods, per)
-	if original {
-		first = fmt.Sprintf("1 - (sum by(inference_pool)(%s) / on() (%s * %g))", queue, pods, per)
-	}
-	return []candidate{
-		{first, []string{oldest(queue), oldest(pods)}},
-		{fmt.Sprintf("1 - (avg by(name)(%s) / %g)", each, per), []string{oldest(each)}},
-	}
 }
 
 func (b *builder) budget(p *params, _ int) (*gate, error) {
@@ -387,101 +329,4 @@ func (b *builder) spillway(p *params, _ int) (*gate, error) {
 		s.MaxAge = b.cfg.MaxSampleAge / 6
 	}
 	return &gate{pool: pool, inputs: []input{{source: s, reader: r, every: spillwayEvery, per: per}}}, nil
-}
-
-func (b *builder) composite(p *params, depth int) (*gate, error) {
-	raw, _ := p.raw("gates")
-	var all []struct {
-		Type   string          `json:"gate_type"`
-		Alias  string          `json:"type"`
-		Params json.RawMessage `json:"gate_params"`
-		More   json.RawMessage `json:"params"`
-	}
-	if err := json.Unmarshal(unquoted(raw), &all); err != nil {
-		return nil, fmt.Errorf("gates: %w", err)
-	}
-	g := &gate{}
-	var chained chain
-	var inside []*gate
-	for i, e := range all {
-		if e.Type == "" {
-			e.Type = e.Alias
-		}
-		if e.Params == nil {
-			e.Params = e.More
-		}
-		inner, err := b.build(e.Type, e.Params, depth+1)
-		if err != nil {
-			return nil, fmt.Errorf("gates: entry %d: %w", i+1, err)
-		}
-		if g.pool == "" {
-			g.pool = inner.pool
-		}
-		g.inputs, inside = append(g.inputs, inner.inputs...), append(inside, inner)
-		if inner.admit != nil {
-			chained = append(chained, inner.admit)
-		}
-	}
-	if len(chained) > 0 {
-		g.admit = chained
-	}
-	g.whole = func() admission {
-		var all chain
-		for _, inner := range inside {
-			if a := inner.whole(); a != nil {
-				all = append(all, a)
-			}
-		}
-		if len(all) == 0 {
-			return nil
-		}
-		return all
-	}
-	return g, nil
-}
-
-func (b *builder) waitOnRefuse(p *params, depth int) (*gate, error) {
-	raw, _ := p.raw("gate")
-	inner := newParams(raw)
-	kind := inner.text("gate_type", inner.text("type", ""))
-	text, ok := inner.raw("gate_params")
-	if !ok {
-		text, _ = inner.raw("params")
-	}
-	if inner.err != nil {
-		return nil, inner.err
-	}
-	g, err := b.build(kind, text, depth+1)
-	if err != nil {
-		return nil, err
-	}
-	if g.admit != nil {
-		g.admit = waitOnRefuse{g.admit}
-	}
-	whole := g.whole
-	g.whole = func() admission {
-		a := whole()
-		if a != nil {
-			a = waitOnRefuse{a}
-		}
-		return a
-	}
-	return g, nil
-}
-
-func (b *builder) tier(p *params, depth int) (*gate, error) {
-	kind, label := p.required("saturation_gate"), p.text("tier_label", "tier")
-	raw, _ := p.raw("saturation_gate_params")
-	if p.err != nil {
-		return nil, p.err
-	}
-	inner, err := b.build(kind, unquoted(raw), depth+1)
-	if err != nil {
-		return nil, err
-	}
-	whole := inner.whole()
-	if whole == nil {
-		return nil, fmt.Errorf("saturation_gate: %s refuses no message", kind)
-	}
-	return &gate{pool: inner.pool, admit: tierAdmission{whole, label}}, nil
 }
