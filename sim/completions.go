@@ -5,43 +5,55 @@ import (
 	"net/http"
 )
 
-// chat serves POST /v1/chat/completions.
-func (w *worker) chat(rw http.ResponseWriter, r *http.Request) error {
+// readChat reads the body of a chat, and makes its prompt.
+func (w *worker) readChat(rw http.ResponseWriter, r *http.Request) (*generation, []uint32, error) {
 	var req struct {
 		generation
 		conversation
 	}
 	if err := readBody(rw, r, &req); err != nil {
-		return err
+		return nil, nil, err
 	}
 	if err := w.checkModel(req.Model); err != nil {
-		return err
+		return nil, nil, err
 	}
 	prompt, err := req.tokens()
-	if err != nil {
-		return err
-	}
-	return w.generate(rw, r, &req.generation, [][]uint32{prompt}, chatFormat)
+	return &req.generation, prompt, err
 }
 
-// completions serves POST /v1/completions.
-func (w *worker) completions(rw http.ResponseWriter, r *http.Request) error {
+// readCompletion reads the body of a completion, and makes its prompts.
+func (w *worker) readCompletion(rw http.ResponseWriter, r *http.Request) (*generation, [][]uint32, error) {
 	var req struct {
 		generation
 		Prompt json.RawMessage `json:"prompt"`
 	}
 	if err := readBody(rw, r, &req); err != nil {
-		return err
+		return nil, nil, err
 	}
 	if err := w.checkModel(req.Model); err != nil {
-		return err
+		return nil, nil, err
 	}
 	prompts, err := parsePrompts(req.Prompt)
+	return &req.generation, prompts, err
+}
+
+// chat serves POST /v1/chat/completions.
+func (w *worker) chat(rw http.ResponseWriter, r *http.Request) error {
+	g, prompt, err := w.readChat(rw, r)
 	if err != nil {
 		return err
 	}
-	req.MaxCompletionTokens = nil // a chat key
-	return w.generate(rw, r, &req.generation, prompts, completionFormat)
+	return w.generate(rw, r, g, [][]uint32{prompt}, chatFormat)
+}
+
+// completions serves POST /v1/completions.
+func (w *worker) completions(rw http.ResponseWriter, r *http.Request) error {
+	g, prompts, err := w.readCompletion(rw, r)
+	if err != nil {
+		return err
+	}
+	g.MaxCompletionTokens = nil // a chat key
+	return w.generate(rw, r, g, prompts, completionFormat)
 }
 
 // generate answers prompts with text. Everything that can be refused is refused before the

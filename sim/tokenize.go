@@ -1,7 +1,6 @@
 package sim
 
 import (
-	"encoding/json"
 	"net/http"
 	"time"
 )
@@ -59,17 +58,7 @@ type rendered struct {
 // renderChat serves POST /v1/chat/completions/render: the tokens of the same body at
 // /v1/chat/completions.
 func (w *worker) renderChat(rw http.ResponseWriter, r *http.Request) error {
-	var req struct {
-		generation
-		conversation
-	}
-	if err := readBody(rw, r, &req); err != nil {
-		return err
-	}
-	if err := w.checkModel(req.Model); err != nil {
-		return err
-	}
-	ids, err := req.tokens()
+	_, ids, err := w.readChat(rw, r)
 	if err != nil {
 		return err
 	}
@@ -78,17 +67,7 @@ func (w *worker) renderChat(rw http.ResponseWriter, r *http.Request) error {
 
 // renderCompletions serves POST /v1/completions/render.
 func (w *worker) renderCompletions(rw http.ResponseWriter, r *http.Request) error {
-	var req struct {
-		generation
-		Prompt json.RawMessage `json:"prompt"`
-	}
-	if err := readBody(rw, r, &req); err != nil {
-		return err
-	}
-	if err := w.checkModel(req.Model); err != nil {
-		return err
-	}
-	prompts, err := parsePrompts(req.Prompt)
+	_, prompts, err := w.readCompletion(rw, r)
 	if err != nil {
 		return err
 	}
