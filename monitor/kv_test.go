@@ -99,6 +99,16 @@ func (r *kvRig) register(e *kvEngine) {
 	}
 }
 
+// hearing is a rig that runs and listens to an engine, which has heard of that.
+func hearing(t *testing.T, e *kvEngine, cfg monitor.KVConfig) *kvRig {
+	t.Helper()
+	r := newKVRig(t, cfg)
+	r.register(e)
+	r.run()
+	e.subscribed()
+	return r
+}
+
 func (r *kvRig) status() monitor.KVStatus {
 	r.t.Helper()
 	all := r.k.Statuses()
@@ -205,10 +215,7 @@ func TestKVSequences(t *testing.T) {
 				e.answer = tt.answer
 				e.serve()
 			}
-			r := newKVRig(t, patientKV())
-			r.register(e)
-			r.run()
-			e.subscribed()
+			r := hearing(t, e, patientKV())
 			e.live(kvRank.DP, tt.live...)
 			r.applied(tt.live[len(tt.live)-1])
 			if got := r.held(kvRank); !slices.Equal(got, tt.held) {
@@ -250,10 +257,7 @@ func TestKVReplayNeverAnswers(t *testing.T) {
 			e.serve()
 			cfg := monitor.DefaultKVConfig()
 			cfg.ReplayIdle = 300 * time.Millisecond
-			r := newKVRig(t, cfg)
-			r.register(e)
-			r.run()
-			e.subscribed()
+			r := hearing(t, e, cfg)
 			e.live(1, 0, 3, 4)
 			r.applied(4)
 			if got := r.held(kvRank); !slices.Equal(got, tt.held) {
@@ -275,10 +279,7 @@ func TestKVReplayNobodyThere(t *testing.T) {
 	e.replay = "tcp://127.0.0.1:1"
 	cfg := monitor.DefaultKVConfig()
 	cfg.ReplayIdle = 200 * time.Millisecond
-	r := newKVRig(t, cfg)
-	r.register(e)
-	r.run()
-	e.subscribed()
+	r := hearing(t, e, cfg)
 	e.live(1, 2, 3)
 	r.applied(3)
 	if n := r.metric("spillway_kv_replays_total", "timeout"); n != 1 {
@@ -317,10 +318,7 @@ func TestKVReplayWithoutEnd(t *testing.T) {
 	e.serve()
 	cfg := monitor.DefaultKVConfig()
 	cfg.ReplayIdle, cfg.ReplayTotal = time.Minute, 300*time.Millisecond
-	r := newKVRig(t, cfg)
-	r.register(e)
-	r.run()
-	e.subscribed()
+	r := hearing(t, e, cfg)
 	e.live(1, 2)
 	r.applied(2)
 	if n := r.metric("spillway_kv_replays_total", "timeout"); n != 1 {
@@ -332,10 +330,7 @@ func TestKVReplayWithoutEnd(t *testing.T) {
 func TestKVGarbage(t *testing.T) {
 	e := newKVEngine(t, "tcp://127.0.0.1:*", false)
 	e.serve()
-	r := newKVRig(t, patientKV())
-	r.register(e)
-	r.run()
-	e.subscribed()
+	r := hearing(t, e, patientKV())
 	e.live(1, 0)
 	seq := []byte{0, 0, 0, 0, 0, 0, 0, 9}
 	e.raw([]byte("topic"))
@@ -529,10 +524,7 @@ func TestKVRegistration(t *testing.T) {
 // A restart voids the blocks of all ranks that the publisher has spoken for.
 func TestKVRestartOfManyRanks(t *testing.T) {
 	e := newKVEngine(t, "tcp://127.0.0.1:*", false)
-	r := newKVRig(t, patientKV())
-	r.register(e)
-	r.run()
-	e.subscribed()
+	r := hearing(t, e, patientKV())
 	e.live(5, 0)
 	e.live(6, 1)
 	e.live(1, 2, 0)
@@ -583,10 +575,7 @@ func TestKVEventCounters(t *testing.T) {
 	e := newKVEngine(t, "tcp://127.0.0.1:*", false)
 	cfg := patientKV()
 	cfg.ComponentMetrics = true
-	r := newKVRig(t, cfg)
-	r.register(e)
-	r.run()
-	e.subscribed()
+	r := hearing(t, e, cfg)
 	store := wire.KVPublished{Kind: wire.KVStore, Hashes: []uint64{11}, Tokens: []uint32{1, 1}, BlockSize: kvBlocks}
 	orphan := wire.KVPublished{Kind: wire.KVStore, Hashes: []uint64{12}, HasParent: true, Parent: 99, Tokens: []uint32{2, 2}, BlockSize: kvBlocks}
 	large := wire.KVPublished{Kind: wire.KVStore, Hashes: []uint64{13}, Tokens: []uint32{1, 1, 1}, BlockSize: 3}
@@ -697,10 +686,7 @@ func TestKVGate(t *testing.T) {
 // Flush returns when what came before is applied, also while listeners end.
 func TestKVFlush(t *testing.T) {
 	e := newKVEngine(t, "tcp://127.0.0.1:*", false)
-	r := newKVRig(t, patientKV())
-	r.register(e)
-	r.run()
-	e.subscribed()
+	r := hearing(t, e, patientKV())
 	e.live(1, 0, 1)
 	eventually(t, "two have come", func() bool { return r.metric("spillway_kv_batches_received_total") == 2 })
 	if err := r.k.Flush(t.Context()); err != nil {

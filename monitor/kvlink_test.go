@@ -49,10 +49,7 @@ func TestKVNewConnection(t *testing.T) {
 			e := newKVEngine(t, "tcp://127.0.0.1:*", false)
 			e.ring = ring(0, 0)
 			e.serve()
-			r := newKVRig(t, patientKV())
-			r.register(e)
-			r.run()
-			e.subscribed()
+			r := hearing(t, e, patientKV())
 			e.live(1, 0, 1, 2, 3)
 			r.applied(3)
 			r.await(monitor.KVActive) // so that its end shows
@@ -89,10 +86,7 @@ func TestKVNewConnection(t *testing.T) {
 func TestKVNewConnectionAskedAgain(t *testing.T) {
 	e := newKVEngine(t, "tcp://127.0.0.1:*", false)
 	e.serve()
-	r := newKVRig(t, patientKV())
-	r.register(e)
-	r.run()
-	e.subscribed()
+	r := hearing(t, e, patientKV())
 	e.live(1, 0, 1, 2)
 	r.applied(2)
 	r.await(monitor.KVActive) // so that its end shows
@@ -131,10 +125,7 @@ func TestKVRestartIsTold(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			e := newKVEngine(t, "tcp://127.0.0.1:*", false)
-			r := newKVRig(t, patientKV())
-			r.register(e)
-			r.run()
-			e.subscribed()
+			r := hearing(t, e, patientKV())
 			e.live(1, 0)
 			r.applied(0)
 			r.k.Restarted(kvRank.Worker + 1) // who is not there
@@ -175,10 +166,7 @@ func TestKVSilenceAfterConnection(t *testing.T) {
 	e.serve()
 	cfg := patientKV()
 	cfg.LinkSilence = 100 * time.Millisecond
-	r := newKVRig(t, cfg)
-	r.register(e)
-	r.run()
-	e.subscribed()
+	r := hearing(t, e, cfg)
 	e.live(1, 0)
 	r.applied(0)
 	r.await(monitor.KVActive) // so that its end shows

@@ -19,21 +19,8 @@ import (
 // startRedisServer runs a real Redis until the test ends, and returns its URL.
 func startRedisServer(t *testing.T) string {
 	t.Helper()
-	path, err := exec.LookPath("redis-server")
-	if err != nil {
-		if path, err = filepath.Abs("../../bin/tools/redis-server"); err == nil {
-			_, err = os.Stat(path)
-		}
-	}
-	if err != nil {
-		const how = "redis-server is neither in the PATH nor in bin/tools; `make setup-test` puts it there"
-		if os.Getenv("REQUIRE_REDIS") != "" {
-			t.Fatal(how)
-		}
-		t.Skip(how)
-	}
 	port := strconv.Itoa(unusedPort(t))
-	cmd := exec.Command(path, "--port", port, "--bind", "127.0.0.1", "--dir", t.TempDir(), "--save", "", "--appendonly", "yes", "--appendfsync", "always")
+	cmd := exec.Command(tool(t, "redis-server"), "--port", port, "--bind", "127.0.0.1", "--dir", t.TempDir(), "--save", "", "--appendonly", "yes", "--appendfsync", "always")
 	r := launch(t, cmd, nil)
 	r.await(`(Ready to accept connections)`)
 	return "redis://127.0.0.1:" + port

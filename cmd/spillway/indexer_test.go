@@ -343,18 +343,8 @@ func readDump(t *testing.T, text string) holdings {
 // metric is the value of a series of /metrics, given as it is written there.
 func (x indexer) metric(series string) float64 {
 	x.t.Helper()
-	_, text := fetch(x.t, x.url+"/metrics")
-	for line := range strings.Lines(text) {
-		if value, ok := strings.CutPrefix(line, series+" "); ok {
-			v, err := strconv.ParseFloat(strings.TrimSpace(value), 64)
-			if err != nil {
-				x.t.Fatal(err)
-			}
-			return v
-		}
-	}
-	x.t.Fatalf("no series %s", series)
-	return 0
+	_, page := fetch(x.t, x.url+"/metrics")
+	return valueOn(x.t, page, series)
 }
 
 // hears sends until the indexer has heard of all ranks since this call. What a publisher sends

@@ -69,17 +69,7 @@ func (f *kvFront) ready(workers int) {
 func (f *kvFront) value(series string) float64 {
 	f.t.Helper()
 	_, page := fetch(f.t, f.admin+"/metrics")
-	for line := range strings.Lines(page) {
-		if value, ok := strings.CutPrefix(line, series+" "); ok {
-			v, err := strconv.ParseFloat(strings.TrimSpace(value), 64)
-			if err != nil {
-				f.t.Fatal(err)
-			}
-			return v
-		}
-	}
-	f.t.Fatalf("no series %s", series)
-	return 0
+	return valueOn(f.t, page, series)
 }
 
 // heldBy is what the index of a front end holds.

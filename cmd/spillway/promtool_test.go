@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// tool finds a program of Prometheus, in the PATH or where .ci/setup puts it. Without it the
-// test is skipped, or fails if REQUIRE_PROMETHEUS is set, as `make test` does.
+// tool finds redis-server or a program of Prometheus, in the PATH or where .ci/setup puts it. Without it
+// the test is skipped, or fails if REQUIRE_REDIS or REQUIRE_PROMETHEUS is set, as `make test` does.
 func tool(t *testing.T, name string) string {
 	t.Helper()
 	if path, err := exec.LookPath(name); err == nil {
@@ -22,7 +22,11 @@ func tool(t *testing.T, name string) string {
 		return path
 	}
 	const how = "%s is neither in the PATH nor in bin/tools; `make setup-test` puts it there"
-	if os.Getenv("REQUIRE_PROMETHEUS") != "" {
+	required := "REQUIRE_PROMETHEUS"
+	if name == "redis-server" {
+		required = "REQUIRE_REDIS"
+	}
+	if os.Getenv(required) != "" {
 		t.Fatalf(how, name)
 	}
 	t.Skipf(how, name)
