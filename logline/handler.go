@@ -189,20 +189,28 @@ const (
 )
 
 func kindOf(s string) kind {
-	k := bare
 	if s == "" {
-		k = spaced
+		return spaced
 	}
+	k := bare
 	for i := range len(s) {
-		switch ch := s[i]; {
+		k |= kinds[s[i]]
+	}
+	return min(k, other)
+}
+
+// kinds are those of single bytes; each is a bit.
+var kinds = func() (of [256]kind) {
+	for ch := range of {
+		switch {
 		case ch < ' ' || ch > '~' || ch == '"' || ch == '\\':
-			return other
+			of[ch] = other
 		case ch == ' ' || ch == '=':
-			k = spaced
+			of[ch] = spaced
 		}
 	}
-	return k
-}
+	return of
+}()
 
 // second is a rendered second: what of a time seldom changes.
 type second struct {

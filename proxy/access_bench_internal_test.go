@@ -31,6 +31,7 @@ func BenchmarkAccessRecord(b *testing.B) {
 			now := time.Now()
 			a := accessLog{log: slog.New(handler)}
 			x := &exchange{
+				s:  &Server{},
 				ep: &endpoints[0], id: "0f1c4f0e-7b0a-4f65-9d9a-4f8b6f6c9a51", start: now.Add(-time.Second), attempts: 1,
 				req:   &http.Request{Header: http.Header{"Traceparent": {"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}}},
 				model: &model{name: "Qwen/Qwen3-0.6B"}, sel: router.Selection{Worker: &worker.Worker{Name: "gpu3:8000"}},

@@ -370,3 +370,14 @@ func TestPlainAccept(t *testing.T) {
 		t.Errorf("Run = %v, want %v: the errors before it pass", err, io.ErrClosedPipe)
 	}
 }
+
+func BenchmarkPlainHead(b *testing.B) {
+	head := []byte(plainChat + "User-Agent: OpenAI/Go 1.12.0\r\nAccept: application/json\r\nAuthorization: Bearer sk-0123456789abcdef\r\nContent-Type: application/json\r\nContent-Length: 1024\r\n\r\n")
+	var h plainHead
+	b.ReportAllocs()
+	for b.Loop() {
+		if h.read(head, chatRoutes) == 0 {
+			b.Fatal("not plain")
+		}
+	}
+}

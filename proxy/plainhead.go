@@ -152,13 +152,19 @@ func plainLine(s string) (name, value string, size int) {
 		return "", "", 0
 	}
 	name = s[:i]
-	from := i + 1
-	for i = from; i < len(s) && plainBytes[s[i]]&ofValue != 0; i++ {
+	for i++; s[i] == ' ' || s[i] == '\t'; i++ { // s does not end so
+	}
+	from := i
+	for ; i < len(s) && plainBytes[s[i]]&ofValue != 0; i++ {
 	}
 	if i+1 >= len(s) || s[i] != '\r' || s[i+1] != '\n' {
 		return "", "", 0
 	}
-	return name, strings.Trim(s[from:i], " \t"), i + 2
+	to := i
+	for to > from && (s[to-1] == ' ' || s[to-1] == '\t') {
+		to--
+	}
+	return name, s[from:to], i + 2
 }
 
 func plainHost(s string) bool {

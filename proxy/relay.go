@@ -268,7 +268,7 @@ func (x *exchange) whole(status int, body []byte) error {
 	}
 	x.release() // the worker has nothing left to do, however long the client takes to read
 	x.w.Header()["Content-Length"] = []string{strconv.Itoa(len(body))}
-	x.armWrite(time.Now())
+	x.armWrite()
 	x.w.WriteHeader(status)
 	n, err := x.w.Write(body)
 	x.out.written += int64(n)
@@ -292,7 +292,7 @@ func (x *exchange) large(resp *upstream.Response, part []byte) error {
 	}
 	x.w.WriteHeader(resp.Status)
 	for {
-		x.armWrite(time.Now())
+		x.armWrite()
 		n, err := x.w.Write(part)
 		x.out.written += int64(n)
 		if err != nil {
@@ -347,8 +347,12 @@ func (x *exchange) learn(u usage) {
 // armWrite gives a client of HTTP/2, which may be slow without its connection being so, its time
 // for the next write. Within a second of the last time there is no need to do it again. For
 // HTTP/1.1 the connection does it by itself.
-func (x *exchange) armWrite(now time.Time) {
-	if x.req.ProtoMajor < 2 || now.Sub(x.armed) < time.Second {
+func (x *exchange) armWrite() {
+	if x.req.ProtoMajor < 2 {
+		return
+	}
+	now := time.Now()
+	if now.Sub(x.armed) < time.Second {
 		return
 	}
 	x.armed = now

@@ -102,7 +102,7 @@ var keepAlive = []byte(":\n\n")
 func (st *stream) woken(now time.Time) error {
 	x := st.x
 	if d := x.s.cfg.PreCommitPeek; d > 0 && !st.committed && !now.Before(st.headAt.Add(d)) {
-		x.armWrite(now)
+		x.armWrite()
 		st.commit()
 		_ = x.flush() // the next write tells
 	}
@@ -306,7 +306,7 @@ func (st *stream) send(events []byte, now time.Time) (int, error) {
 		return st.direct.writeChunk(events, now)
 	}
 	x := st.x
-	x.armWrite(now)
+	x.armWrite()
 	n, err := x.w.Writer.Write(events) // echo's wrapper only counts
 	if err == nil {
 		err = x.flush()
