@@ -219,7 +219,7 @@ func (t *plainTalk) serve() (goOn bool) {
 		}
 	}()
 	t.p.s.public.ServeHTTP(&t.writer, r)
-	return t.writer.finish() && t.c.requests.Err() == nil
+	return t.writer.finish()
 }
 
 // Read reads the body.
