@@ -92,7 +92,7 @@ func (p *plainServer) shutdown(ctx context.Context) {
 	case <-done:
 	case <-ctx.Done():
 		p.s.clients.close(serversTurn)
-		<-done
+		<-done // no connection waits for its client any more: see talk
 	}
 }
 

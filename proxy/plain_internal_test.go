@@ -341,9 +341,40 @@ func TestPlainBodyCutShort(t *testing.T) {
 func TestPlainIdle(t *testing.T) {
 	s := handlerServer(t, func(c echo.Context) error { return c.NoContent(http.StatusOK) })
 	s.cfg.ClientIdleTimeout = 50 * time.Millisecond
-	got := asks(t, running(t, s), plainChat+"Content-Length: 0\r\n\r\n")
-	if !strings.HasPrefix(got, "HTTP/1.1 200 OK\r\n") || strings.Contains(got, "Connection") {
-		t.Errorf("%q, want an answer, and a connection that is closed later", got)
+	nc, err := net.Dial("tcp", running(t, s))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer nc.Close()
+	_ = nc.SetDeadline(time.Now().Add(headTimeout * 9 / 10)) // so long the first request may take
+	_, _ = io.WriteString(nc, plainChat+"Content-Length: 0\r\n\r\n")
+	got, err := io.ReadAll(nc)
+	if err != nil || !strings.HasPrefix(string(got), "HTTP/1.1 200 OK\r\n") || strings.Contains(string(got), "Connection") {
+		t.Errorf("%q, %v; want an answer, and a connection that is closed later", got, err)
+	}
+}
+
+// TestPlainStopping has the server stop before an answer, and between an answer and the wait for the next
+// request.
+func TestPlainStopping(t *testing.T) {
+	for _, before := range []bool{false, true} {
+		t.Run(fmt.Sprint(before), func(t *testing.T) {
+			var s *Server
+			s = handlerServer(t, func(c echo.Context) error {
+				if before {
+					s.enter(stopping)
+				}
+				c.Response().Header()["Content-Length"] = []string{"0"}
+				c.Response().WriteHeader(http.StatusOK)
+				c.Response().Flush()
+				s.enter(stopping)
+				return nil
+			})
+			got := asks(t, running(t, s), plainChat+"Content-Length: 0\r\n\r\n")
+			if !strings.HasPrefix(got, "HTTP/1.1 200 OK\r\n") || strings.Contains(got, "Connection: close\r\n") != before {
+				t.Errorf("%q, want an answer that tells of the end: %v", got, before)
+			}
+		})
 	}
 }
 
