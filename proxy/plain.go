@@ -211,8 +211,7 @@ func (t *plainTalk) serve() (goOn bool) {
 	t.writer.reset()
 	defer func() {
 		if v := recover(); v != nil {
-			goOn = false
-			t.left = 0                     // the client is to see that the answer is not whole
+			goOn = false                   // the client is to see that the answer is not whole
 			if v != http.ErrAbortHandler { //nolint:errorlint // net/http compares by identity too
 				t.p.s.log.Error("panic in a connection", "panic", v, "stack", string(debug.Stack()))
 			}

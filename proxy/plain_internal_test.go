@@ -354,6 +354,22 @@ func TestPlainIdle(t *testing.T) {
 	}
 }
 
+// TestPlainUnread has a client send a body that is not read: it gets its answer, and then a proper end.
+func TestPlainUnread(t *testing.T) {
+	s := handlerServer(t, func(c echo.Context) error { return c.NoContent(http.StatusUnauthorized) })
+	nc, err := net.Dial("tcp", running(t, s))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer nc.Close()
+	_ = nc.SetDeadline(time.Now().Add(time.Minute))
+	_, _ = io.WriteString(nc, plainChat+"Content-Length: 50000\r\n\r\n"+strings.Repeat("x", 50000)) // the kernel takes that much
+	got, err := io.ReadAll(nc)
+	if err != nil || !strings.HasPrefix(string(got), "HTTP/1.1 401 ") || !strings.Contains(string(got), "Connection: close\r\n") {
+		t.Errorf("%q, %v; want an answer that tells of the end", got, err)
+	}
+}
+
 // TestPlainStopping has the server stop before an answer, and between an answer and the wait for the next
 // request.
 func TestPlainStopping(t *testing.T) {
