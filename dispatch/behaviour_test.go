@@ -774,3 +774,54 @@ func TestLeases(t *testing.T) {
 		t.Errorf("%d leases and %d requests at once, want at most %d", most, g.most, workers)
 	}
 }
+
+// TestResultList has a message whose result cannot be pushed, as its list is something else. Those whose results
+// go to Redis together with it do not suffer, and it is not lost.
+func TestResultList(t *testing.T) {
+	r := startRedis(t)
+	g := newGateway(t, nil)
+	ctx := context.Background()
+	r.Set(ctx, "text", "no list", 0)
+	const all = 60
+	for i := range all {
+		r.enqueue("q", fmt.Sprint(i), prompt, func(s *dispatch.Submission) {
+			if i%20 == 0 {
+				s.ResultQueue = "text"
+			}
+		})
+	}
+	begin(t, r, setup{}, simple(g))
+	r.results("result-list", all-all/20)
+	if text, err := r.Get(ctx, "text").Result(); text != "no list" || err != nil {
+		t.Errorf("what was no list is %q, %v", text, err)
+	}
+	r.Del(ctx, "text")
+	r.results("text", all/20)
+	eventually(t, "nothing is left", func() bool { return r.left("q") == "" })
+	if n := len(g.sent()); n != all {
+		t.Errorf("%d requests were sent, want %d", n, all)
+	}
+}
+
+// TestLateHead has messages that were seen in time, and pass their deadline before a worker is free.
+func TestLateHead(t *testing.T) {
+	r := startRedis(t)
+	hold := make(chan struct{})
+	g := newGateway(t, holding(hold))
+	soon := time.Now().Unix() + 3
+	r.enqueue("q", "first", prompt, func(s *dispatch.Submission) { s.Deadline = soon })
+	for i := range 5 {
+		r.enqueue("q", fmt.Sprint("late", i), prompt, func(s *dispatch.Submission) { s.Deadline = soon + 1 })
+	}
+	r.enqueue("q", "last", prompt)
+	begin(t, r, setup{cfg: func(c *dispatch.Config) { c.Concurrency = 1 }}, simple(g))
+	for _, o := range r.results("result-list", 6) {
+		if o.ErrorCode != "DEADLINE_EXCEEDED" {
+			t.Errorf("result %+v, want DEADLINE_EXCEEDED", o)
+		}
+	}
+	close(hold)
+	if got := r.results("result-list", 1)[0]; got.ID != "last" || got.StatusCode != 200 {
+		t.Errorf("result %+v", got)
+	}
+}

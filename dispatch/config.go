@@ -15,6 +15,8 @@ import (
 	"strings"
 	"sync/atomic"
 	"time"
+
+	"github.com/redis/go-redis/v9"
 )
 
 // Config is what an operator sets by flags; queues are in the transport's document.
@@ -209,12 +211,16 @@ type Queue struct {
 	workers *workers
 	gate    *gate
 	group   *group
-	holds   map[string]time.Time // by gid, until when; of the round's goroutine
-	ahead   []head               // that were seen and not taken yet, in their order; of that goroutine too
-	seen    time.Time            // when
+	uri     string               // of requests whose messages name no endpoint
+	holds   map[string]time.Time // by gid, until when; this and the next ones are of who has the turn
+	ahead   []head               // that were seen and not taken yet, in their order
+	rest    []redis.Z            // behind them, as they were found
+	known   []head               // that were seen before rest and may be in it
+	seen    time.Time            // when rest was found
+	reached int64                // how many messages were looked at last
 	depth   atomic.Pointer[depth]
 	failing atomic.Bool // the gate could not be asked about a message
-	shut    time.Time   // then, until when it is asked no more; of the round's goroutine
+	shut    time.Time   // then, until when it is asked no more; of who has the turn
 	counts
 }
 
@@ -304,7 +310,14 @@ func (q *Queue) complete(inside *Inside) error {
 	}
 	q.keys = keysOf(q.Name)
 	q.depth.Store(&depth{})
-	return checkEndpoint(q.Path)
+	if err := checkEndpoint(q.Path); err != nil {
+		return err
+	}
+	u, err := url.Parse(q.Path)
+	if err == nil {
+		q.uri = u.RequestURI()
+	}
+	return err
 }
 
 // checkEndpoint refuses what would lead elsewhere than below the gateway's URL; "" is fine.

@@ -55,21 +55,34 @@ type Dispatcher struct {
 	// Run.
 	Witness func(Step, string)
 
-	mu       sync.Mutex // guards held and writes
+	mu       sync.Mutex // guards the next fields
 	held     map[*lease]context.CancelCauseFunc
-	writes   []*write // that wait for the next exchange
+	writes   []*write      // that wait for the next exchange
+	leading  bool          // somebody has the turn
+	more     bool          // who has it is to look at all groups once more
+	parked   []*worker     // who wait for a lease
+	idle     chan struct{} // to be closed when no lease is held; nil while nobody waits for that
+	over     bool          // there will be no more leases
 	working  sync.WaitGroup
 	requests context.Context // of requests in flight; set by Run
 	leaving  chan struct{}   // closed when nothing new is to be begun
 	last     chan struct{}   // closed when nothing new is being begun
-	rng      *rand.Rand      // of the round's goroutine
+
+	// The next are of who has the turn.
+	exchange  *exchange
+	turns     int
+	gated     bool // there are groups whose gates have to be asked
+	closeLast func()
+	rng       *rand.Rand
 }
 
 // workers is a pool of them.
 type workers struct {
 	pool
-	admit admission // or nil
-	free  atomic.Int64
+	admit admission    // or nil
+	free  atomic.Int64 // how many; below 0 for a while if those that were to be free are not
+	// wanted tells that a group waits for one to be free that cannot have it sooner; of who has the turn.
+	wanted bool
 }
 
 // group is a budget and the queues that share it.
@@ -81,8 +94,12 @@ type group struct {
 	inputs   []input
 	states   []*inputState
 	queues   []*Queue
-	patience budget.Patience // of the round's goroutine
+	patience budget.Patience // this and closed are of who has the turn
 	closed   bool            // as last logged
+	asks     chan question   // about messages, for gates; nil if none has to be asked
+	asked    chan question   // the same, answered
+	asking   bool            // there is one between; this and hungry are of who has the turn
+	hungry   bool            // when it was looked at last, a queue had no worker
 }
 
 // inputState is what is known of reading one input.
@@ -150,6 +167,7 @@ func New(cfg Config, getenv func(string) string, reg prometheus.Registerer, log 
 	if d.transform, err = readTransforms(cfg.TransformFile); err != nil {
 		return nil, fmt.Errorf("transform-config-file: %w", err)
 	}
+	d.exchange, d.closeLast = &exchange{d: d, room: map[*workers]int64{}}, sync.OnceFunc(func() { close(d.last) })
 	d.metrics = newMetrics(d)
 	if err := reg.Register(d.metrics); err != nil {
 		return nil, err
@@ -231,6 +249,12 @@ func (d *Dispatcher) makeGroups(asks *asker) error {
 		}
 		g.begin(d.cfg)
 	}
+	for _, g := range d.groups {
+		// In a cluster claims cannot look for cancellations.
+		if d.store.cluster || slices.ContainsFunc(g.queues, func(q *Queue) bool { return q.gate.admit != nil }) {
+			g.asks, g.asked, d.gated = make(chan question, 1), make(chan question, 1), true
+		}
+	}
 	d.label()
 	return nil
 }
@@ -304,7 +328,12 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	}
 	var begun sync.WaitGroup
 	begun.Go(func() { d.sweeps(ctx) })
-	kept.Go(func() { d.rounds(ctx, keeping) })
+	for _, g := range d.groups {
+		if g.asks != nil {
+			kept.Go(func() { d.asks(ctx, keeping, g) })
+		}
+	}
+	kept.Go(func() { d.watch(ctx, keeping) })
 	d.ready.Store(true)
 	<-ctx.Done()
 	d.ready.Store(false)
@@ -314,7 +343,13 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	begun.Wait()
 	<-d.last
 	idle := make(chan struct{})
-	go func() { d.working.Wait(); close(idle) }()
+	d.mu.Lock()
+	if len(d.held) == 0 {
+		close(idle)
+	} else {
+		d.idle = idle
+	}
+	d.mu.Unlock()
 	timer := time.NewTimer(d.cfg.DrainTimeout)
 	defer timer.Stop()
 	select {
@@ -324,8 +359,23 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	}
 	cut(errStopping)
 	<-idle
+	d.mu.Lock()
+	d.over = true
+	for _, w := range d.parked {
+		close(w.told)
+	}
+	d.parked = nil
+	d.mu.Unlock()
+	d.working.Wait()
 	stopKeeping()
 	kept.Wait()
+	for _, g := range d.groups {
+		select {
+		case a := <-g.asked: // when nobody could claim any more
+			d.letGo(a.going)
+		default:
+		}
+	}
 	for _, g := range d.gateways {
 		g.close()
 	}
@@ -345,12 +395,5 @@ func (d *Dispatcher) inFlight() int {
 func (d *Dispatcher) step(s Step, m *message) {
 	if d.Witness != nil {
 		d.Witness(s, m.id)
-	}
-}
-
-func (d *Dispatcher) nudge() {
-	select {
-	case d.wake <- struct{}{}:
-	default:
 	}
 }

@@ -58,10 +58,10 @@ func (b *Bare) Do(ctx context.Context, i int) (claim, request, settle time.Durat
 		return 0, 0, 0, err
 	}
 	answer := time.Now()
-	result := answered(resp.StatusCode, body).of(m, b.queue, 1, "", true, answer)
-	done, err := settleScript.Run(ctx, b.Redis, b.queue.keys.list("bare-results", activeKey(m.id), cancelKey(m.id)),
-		m.gid, token, "", result, "", m.token, "", 0).Int()
-	if err == nil && done != 1 {
+	r := answered(resp.StatusCode, body)
+	result := r.append(nil, m, b.queue, 1, "", true, answer)
+	done, err := publishScript.Run(ctx, b.Redis, b.queue.keys.list("bare-results", activeKey(m.id), cancelKey(m.id)), m.gid, token, result, m.token).Int64Slice()
+	if err == nil && (len(done) != 1 || done[0] != 1) {
 		err = fmt.Errorf("%s was not settled", m.id)
 	}
 	return claimed.Sub(began), answer.Sub(claimed), time.Since(answer), err
@@ -69,7 +69,7 @@ func (b *Bare) Do(ctx context.Context, i int) (claim, request, settle time.Durat
 
 // ScriptHashes are the names under which Redis knows the scripts.
 var ScriptHashes = map[string]string{
-	"claim": claimScript.Hash(), "settle": settleScript.Hash(), "delay": delayScript.Hash(), "release": releaseScript.Hash(), "promote": promoteScript.Hash(),
+	"claim": claimScript.Hash(), "settle": publishScript.Hash(), "delay": delayScript.Hash(), "release": releaseScript.Hash(), "promote": promoteScript.Hash(),
 }
 
 // PrivateKeys are the keys of a queue; spread tells that a cluster cannot have it.

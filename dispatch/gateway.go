@@ -13,7 +13,6 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -101,45 +100,44 @@ type post struct {
 	request  upstream.Request
 	response upstream.Response
 	answer   []byte
+	result   []byte // what Redis is told of it
 }
 
-var posts = sync.Pool{New: func() any { return new(post) }}
-
 const (
-	keptAnswer = 1 << 20  // larger ones are left to the garbage collector
-	firstRoom  = 64 << 10 // at most, whatever an answer says of its length
-	readRoom   = 4 << 10
+	keptBytes = 64 << 10 // larger answers are left to the garbage collector
+	firstRoom = 64 << 10 // at most, whatever an answer says of its length
+	readRoom  = 4 << 10
 )
 
-// release gives the memory back, the answer's included.
-func (p *post) release() {
-	if cap(p.answer) <= keptAnswer {
-		clear(p.lines)
-		*p = post{lines: p.lines[:0], head: p.head[:0], answer: p.answer[:0]}
-		posts.Put(p)
+// trim lets go of what was large.
+func (p *post) trim() {
+	p.body = nil
+	if cap(p.answer) > keptBytes || cap(p.result) > keptBytes {
+		p.answer, p.result = nil, nil
 	}
 }
 
-// send does a request and reads the answer, up to most bytes, which are valid until p is released. It
-// gives up at a time, or when ctx ends.
-func (g *gateway) send(ctx context.Context, p *post, until time.Time, most int) (r reply) {
-	begun := time.Now()
+// send does a request that begins now and reads the answer, up to most bytes, which are valid until p is used
+// again. It gives up at a time, or when ctx ends.
+func (g *gateway) send(ctx context.Context, p *post, now, until time.Time, most int) (r reply) {
+	begun := now
 	if g.direct != nil {
 		r = g.ask(ctx, p, until, most+1)
 	} else {
 		r = g.askProxied(ctx, p, until, most+1)
 	}
-	now := time.Now()
+	now = time.Now()
 	r.taken = now.Sub(begun)
 	r.late = r.err != nil && (errors.Is(r.err, os.ErrDeadlineExceeded) || errors.Is(r.err, context.DeadlineExceeded) || !now.Before(until))
-	if r.body = p.answer; r.err == nil && len(r.body) > most {
+	r.body = p.answer
+	if r.err == nil && len(r.body) > most {
 		r.status, r.body, r.err = 0, nil, errTooLong
 	}
 	return r
 }
 
 func (g *gateway) ask(ctx context.Context, p *post, until time.Time, most int) reply {
-	p.head = p.head[:0]
+	p.head, p.answer = p.head[:0], p.answer[:0]
 	for _, l := range p.lines {
 		p.head = upstream.AppendHeader(p.head, l.name, l.value)
 	}

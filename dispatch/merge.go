@@ -64,6 +64,9 @@ func readMerge(path string) (*mergePolicy, error) {
 
 // order puts the heads of queues, each in its own order, into the order in which they are to go.
 func (p *mergePolicy) order(queues [][]head, rng *rand.Rand) []head {
+	if len(queues) == 1 && p.kind != "tier-priority" {
+		return queues[0]
+	}
 	var all []head
 	switch p.kind {
 	case "random-robin":

@@ -1,13 +1,13 @@
 package dispatch
 
 import (
-	"encoding/json"
 	"math"
 	"strconv"
 	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/tidwall/gjson"
 
 	"spillway/dispatch/budget"
 )
@@ -65,6 +65,7 @@ type counts struct {
 	letters                                             [len(deadReasons)]atomic.Uint64
 	tokensIn, tokensOut                                 atomic.Uint64
 	trips                                               trips
+	took, waited, headroom                              prometheus.Observer
 }
 
 func (c *counts) letter(reason string) {
@@ -137,16 +138,16 @@ func newMetrics(d *Dispatcher) *metrics {
 	if d.cfg.CompatMetrics {
 		m.compat = compat()
 	}
-	histogram := func(name, help string, buckets ...float64) *prometheus.HistogramVec {
+	histogram := func(of func(*counts) *prometheus.Observer, name, help string, buckets ...float64) *prometheus.HistogramVec {
 		h := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: metricPrefix + name, Help: help, Buckets: buckets}, queueLabels)
 		for _, q := range d.queues {
-			h.WithLabelValues(q.ID, q.Name, q.PoolID)
+			*of(&q.counts) = h.WithLabelValues(q.ID, q.Name, q.PoolID)
 		}
 		return h
 	}
-	m.took = histogram("inference_latency_seconds", "Time of one attempt.", .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)
-	m.waited = histogram("queue_wait_seconds", "From when a request was created to its first attempt.", .5, 1, 5, 15, 60, 300, 900, 3600, 14400, 43200, 86400)
-	m.headroom = histogram("deadline_headroom_seconds", "What is left until the deadline when an attempt begins.", 1, 5, 15, 60, 300, 900, 3600, 14400, 43200, 86400)
+	m.took = histogram(func(c *counts) *prometheus.Observer { return &c.took }, "inference_latency_seconds", "Time of one attempt.", .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)
+	m.waited = histogram(func(c *counts) *prometheus.Observer { return &c.waited }, "queue_wait_seconds", "From when a request was created to its first attempt.", .5, 1, 5, 15, 60, 300, 900, 3600, 14400, 43200, 86400)
+	m.headroom = histogram(func(c *counts) *prometheus.Observer { return &c.headroom }, "deadline_headroom_seconds", "What is left until the deadline when an attempt begins.", 1, 5, 15, 60, 300, 900, 3600, 14400, 43200, 86400)
 	return m
 }
 
@@ -264,25 +265,22 @@ func (d *depth) age(now time.Time) float64 {
 }
 
 // sent notes an attempt that begins.
-func (m *metrics) sent(q *Queue, msg *message, now time.Time) {
-	m.headroom.WithLabelValues(q.ID, q.Name, q.PoolID).Observe(msg.deadline.Sub(now).Seconds())
-	if msg.retries == 0 && msg.created > 0 {
-		m.waited.WithLabelValues(q.ID, q.Name, q.PoolID).Observe(now.Sub(time.Unix(msg.created, 0)).Seconds())
+func (c *counts) sent(m *message, now time.Time) {
+	c.headroom.Observe(m.deadline.Sub(now).Seconds())
+	if m.retries == 0 && m.created > 0 {
+		c.waited.Observe(now.Sub(time.Unix(m.created, 0)).Seconds())
 	}
 }
 
-func (m *metrics) latency(q *Queue, d time.Duration) {
-	m.took.WithLabelValues(q.ID, q.Name, q.PoolID).Observe(d.Seconds())
+// used counts tokens that an answer tells of; usage may be nil.
+func (c *counts) used(usage []byte) {
+	if len(usage) == 0 {
+		return
+	}
+	all := gjson.ParseBytes(usage)
+	c.tokensIn.Add(tokensOf(all.Get("prompt_tokens")))
+	c.tokensOut.Add(tokensOf(all.Get("completion_tokens")))
 }
 
-// usage counts tokens that an answer tells of.
-func (m *metrics) usage(q *Queue, usage []byte) {
-	var v struct {
-		Prompt     uint64 `json:"prompt_tokens"`
-		Completion uint64 `json:"completion_tokens"`
-	}
-	if json.Unmarshal(usage, &v) == nil {
-		q.tokensIn.Add(min(v.Prompt, 1<<40))
-		q.tokensOut.Add(min(v.Completion, 1<<40))
-	}
-}
+// tokensOf is a number of tokens, within reason.
+func tokensOf(v gjson.Result) uint64 { return uint64(min(max(v.Int(), 0), 1<<40)) }

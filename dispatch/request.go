@@ -127,15 +127,14 @@ func (d *Dispatcher) compose(p *post, m *message, q *Queue, g *grant) (err error
 	if p.body, contentType, err = d.body(m); err != nil {
 		return err
 	}
-	p.path = q.Path
+	p.path = q.uri
 	if m.endpoint != "" {
-		p.path = m.endpoint
+		u, err := url.Parse(m.endpoint) // checkEndpoint has let it pass: it names no host
+		if err != nil {
+			return fmt.Errorf("endpoint: %w", err)
+		}
+		p.path = u.RequestURI()
 	}
-	u, err := url.Parse(p.path) // checkEndpoint has let it pass: it names no host
-	if err != nil {
-		return fmt.Errorf("endpoint: %w", err)
-	}
-	p.path = u.RequestURI()
 	l := append(p.lines[:0], line{"Content-Type", contentType}, line{"User-Agent", "spillway"}, line{"Accept-Encoding", "identity"})
 	if q.Objective != "" {
 		l.set("X-Gateway-Inference-Objective", q.Objective)

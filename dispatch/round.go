@@ -8,8 +8,9 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
-	"sync"
 	"time"
+
+	"github.com/redis/go-redis/v9"
 
 	"spillway/dispatch/budget"
 )
@@ -50,30 +51,13 @@ func (d *Dispatcher) poll(ctx context.Context, g *group, i int) {
 	}
 }
 
-// rounds looks at all groups when there may be something to send, until ctx ends, and writes what
-// became of messages, until keeping does.
-func (d *Dispatcher) rounds(ctx, keeping context.Context) {
+// watch looks at all groups when there may be something to send, until keeping ends; workers do so too when
+// they have ended their work on something. After ctx nothing is begun.
+func (d *Dispatcher) watch(ctx, keeping context.Context) {
 	t := time.NewTicker(time.Duration(d.transport.PollMS) * time.Millisecond)
 	defer t.Stop()
-	last := sync.OnceFunc(func() { close(d.last) })
-	defer last()
-	x := exchange{d: d, giving: map[*workers]int64{}}
 	for keeping.Err() == nil {
-		x.take()
-		if ctx.Err() != nil {
-			last()
-		} else {
-			for _, g := range d.groups {
-				timed, cancel := context.WithTimeout(ctx, persistMost)
-				err := d.round(timed, g, &x)
-				cancel()
-				if err != nil && ctx.Err() == nil {
-					d.metrics.redisErrors.Add(1)
-					d.log.Warn("a round has failed", "group", g.name, "err", err)
-				}
-			}
-		}
-		x.run(keeping)
+		d.turn(ctx)
 		select {
 		case <-keeping.Done():
 		case <-d.wake:
@@ -91,8 +75,36 @@ type head struct {
 	unfit  bool // it exceeds all capacity, and is to be rejected
 }
 
-// round sends what one group may send now.
-func (d *Dispatcher) round(ctx context.Context, g *group, x *exchange) error {
+// rounds claims what groups may send now. The first of them is another one each time, for the sake of those
+// that share a pool of workers. Groups with gates that have to be asked have their turn later; of them that
+// is claimed for which the gates were asked.
+func (d *Dispatcher) rounds(ctx context.Context, x *exchange) {
+	d.turns++
+	for i := range d.groups {
+		g := d.groups[(d.turns+i)%len(d.groups)]
+		if g.asks != nil {
+			d.admit(ctx, g, x)
+			continue
+		}
+		chosen, err := d.choose(ctx, g, x)
+		if err != nil {
+			d.complain(ctx, g, err)
+			continue
+		}
+		x.claim(chosen, false)
+	}
+}
+
+// complain tells that a group could not be looked at.
+func (d *Dispatcher) complain(ctx context.Context, g *group, err error) {
+	if ctx.Err() == nil {
+		d.metrics.redisErrors.Add(1)
+		d.log.Warn("a round has failed", "group", g.name, "err", err)
+	}
+}
+
+// choose is what one group may send now. It no longer counts as known.
+func (d *Dispatcher) choose(ctx context.Context, g *group, x *exchange) ([]head, error) {
 	now := time.Now()
 	dec := g.budget.Decide(now)
 	d.tell(g, dec)
@@ -106,11 +118,13 @@ func (d *Dispatcher) round(ctx context.Context, g *group, x *exchange) error {
 				q.decisions[gateClosed].Add(1)
 			}
 		}
-		return nil
+		return nil, nil
 	}
 	var all [][]head
+	g.hungry = false
 	for _, q := range g.queues {
 		free := x.free(q.workers)
+		g.hungry = g.hungry || free <= 0
 		if free <= 0 || now.Before(q.shut) {
 			continue
 		}
@@ -119,86 +133,126 @@ func (d *Dispatcher) round(ctx context.Context, g *group, x *exchange) error {
 		}
 		heads, err := d.heads(ctx, q, free, now)
 		if err != nil {
-			return err
+			return nil, err
 		}
 		if len(heads) > 0 {
 			all = append(all, heads)
 		}
 	}
-	chosen := d.choose(g, dec, d.merge.order(all, d.rng), x, now)
+	if len(all) == 0 {
+		return nil, nil
+	}
+	chosen := d.fitting(g, dec, d.merge.order(all, d.rng), x, now)
 	if len(chosen) == 0 {
-		return nil
+		return nil, nil
 	}
 	if d.cfg.DryRun {
 		d.log.Info("dry run: these would be sent", "group", g.name, "requests", len(chosen), "first", chosen[0].m.id, "allowed", dec.Allowed)
-		return nil
+		return nil, nil
 	}
 	for _, q := range g.queues {
+		n := len(q.ahead)
 		q.ahead = slices.DeleteFunc(q.ahead, func(h head) bool { return h.grant.chosen })
+		if n -= len(q.ahead); n > 0 && g.asks == nil && len(q.ahead)+len(q.rest) < n {
+			x.looks = append(x.looks, &look{queue: q, n: q.reach(n)})
+		}
 	}
 	if h := chosen[0]; h.unfit {
 		d.nudge()
-		return d.reject(ctx, h.queue, h.m, failed(codeInvalid, "the request is larger than the capacity"), &deadLetter{reason: deadOversize})
+		return nil, d.reject(ctx, h.queue, h.m, failed(codeInvalid, "the request is larger than the capacity"), &deadLetter{reason: deadOversize})
 	}
-	chosen, err := d.admitted(ctx, chosen, x, now)
-	if err != nil {
-		return err
+	for _, h := range chosen {
+		x.room[h.queue.workers]--
 	}
-	return d.launch(ctx, g, chosen, x)
+	return chosen, nil
 }
 
 const (
-	leastPeek = 16 // members that are read of a queue at once
+	leastPeek = 16  // members that are read of a queue at once
+	quickPeek = 256 // where all that were read last are gone before aheadFor is over
 	maxPeek   = 2000
 	// aheadFor is how long messages that were seen are taken without another look at their queue. A
 	// new one with an earlier deadline may have to wait for so long.
 	aheadFor = 100 * time.Millisecond
 )
 
-// heads is the first n messages of a queue that may be sent, as far as they are known.
+// look is a look at the first n messages of a queue.
+type look struct {
+	queue *Queue
+	n     int64
+	cmd   *redis.ZSliceCmd
+}
+
+// reach is how many messages are looked at where n are gone at once: more and more, while they last less than
+// aheadFor.
+func (q *Queue) reach(n int) int64 {
+	q.reached = min(max(2*q.reached, leastPeek), quickPeek)
+	return min(max(q.reached, 2*int64(n))+int64(len(q.holds)), maxPeek)
+}
+
+// saw takes in a look.
+func (q *Queue) saw(found []redis.Z, now time.Time) {
+	q.known, q.ahead = append(q.known[:0], q.ahead...), q.ahead[:0]
+	q.rest, q.seen = found, now
+}
+
+// heads is the first n messages of a queue that may be sent, as far as they are known. What never can be is
+// settled.
 func (d *Dispatcher) heads(ctx context.Context, q *Queue, n int64, now time.Time) ([]head, error) {
-	if int64(len(q.ahead)) < n || now.Sub(q.seen) > aheadFor {
-		all, err := d.peek(ctx, q, max(2*n, leastPeek), now)
+	known := int64(len(q.ahead) + len(q.rest))
+	if old := now.Sub(q.seen) > aheadFor; old || known < n {
+		if old {
+			q.reached = 0
+		}
+		maps.DeleteFunc(q.holds, func(_ string, until time.Time) bool { return !now.Before(until) })
+		timed, cancel := context.WithTimeout(ctx, persistMost)
+		found, err := d.store.peek(timed, q, q.reach(int(n)))
+		cancel()
 		if err != nil {
 			return nil, err
 		}
-		q.ahead, q.seen = all, now
+		q.saw(found, now)
+	}
+	for int64(len(q.ahead)) < n && len(q.rest) > 0 {
+		z := q.rest[0]
+		q.rest = q.rest[1:]
+		h, ok, err := d.head(ctx, q, z, now)
+		if err != nil {
+			return nil, err
+		}
+		if ok {
+			q.ahead = append(q.ahead, h)
+		}
 	}
 	return q.ahead[:min(int64(len(q.ahead)), n)], nil
 }
 
-// peek reads the first messages of a queue that may be sent. What never can be is settled.
-func (d *Dispatcher) peek(ctx context.Context, q *Queue, n int64, now time.Time) ([]head, error) {
-	maps.DeleteFunc(q.holds, func(_ string, until time.Time) bool { return !now.Before(until) })
-	found, err := d.store.peek(ctx, q, min(n+int64(len(q.holds)), maxPeek))
-	if err != nil {
-		return nil, err
+// head makes a head of what was found in a queue, if it may be sent. One that was known before is the same again.
+func (d *Dispatcher) head(ctx context.Context, q *Queue, z redis.Z, now time.Time) (head, bool, error) {
+	raw, _ := z.Member.(string)
+	for len(q.known) > 0 && (q.known[0].m.score < z.Score || q.known[0].m.score == z.Score && string(q.known[0].m.raw) < raw) {
+		q.known = q.known[1:]
 	}
-	q.ahead = q.ahead[:0]
-	all := q.ahead
-	for _, z := range found {
-		raw, _ := z.Member.(string)
-		m, bad := parse(raw, z.Score)
-		if _, held := q.holds[m.gid]; held {
-			continue
-		}
-		m.labels = merged(m.labels, q.Labels)
-		d.step(Peeked, m)
-		if gone, err := d.hopeless(ctx, q, m, bad, now); err != nil {
-			return nil, err
-		} else if gone {
-			continue
-		}
-		weight, bad := d.weigh(q, m)
-		if bad != nil { // it cannot be made into a request
-			if err := d.reject(ctx, q, m, failed(codeInvalid, bad.Error()), nil); err != nil {
-				return nil, err
-			}
-			continue
-		}
-		all = append(all, head{m: m, queue: q, weight: weight, grant: &grant{}})
+	if len(q.known) > 0 && q.known[0].m.score == z.Score && string(q.known[0].m.raw) == raw {
+		h := q.known[0]
+		q.known = q.known[1:]
+		gone, err := d.hopeless(ctx, q, h.m, nil, now) // by now
+		return h, !gone, err
 	}
-	return all, nil
+	m, bad := parse(raw, z.Score)
+	if _, held := q.holds[m.gid]; held {
+		return head{}, false, nil
+	}
+	m.labels = merged(m.labels, q.Labels)
+	d.step(Peeked, m)
+	if gone, err := d.hopeless(ctx, q, m, bad, now); err != nil || gone {
+		return head{}, false, err
+	}
+	weight, bad := d.weigh(q, m)
+	if bad != nil { // it cannot be made into a request
+		return head{}, false, d.reject(ctx, q, m, failed(codeInvalid, bad.Error()), nil)
+	}
+	return head{m: m, queue: q, weight: weight, grant: &grant{}}, true, nil
 }
 
 func merged(a, b map[string]string) map[string]string {
@@ -238,9 +292,11 @@ func (d *Dispatcher) reject(ctx context.Context, q *Queue, m *message, r result,
 	}
 	e := settlement{queue: q, m: m, list: d.listOf(q, m), dead: dead}
 	if m.id != "" {
-		e.result = r.of(m, q, m.retries, "", d.cfg.ResultExtras, time.Now())
+		e.result = r.append(nil, m, q, m.retries, "", d.cfg.ResultExtras, time.Now())
 	}
-	err := d.store.settle(ctx, e)
+	timed, cancel := context.WithTimeout(ctx, persistMost)
+	defer cancel()
+	err := d.store.settle(timed, e)
 	if errors.Is(err, errFenced) {
 		return nil // another dispatcher was quicker
 	}
@@ -263,8 +319,8 @@ func (d *Dispatcher) listOf(q *Queue, m *message) string {
 	return cmp.Or(m.results, q.ResultQueue, d.transport.ResultQueue)
 }
 
-// choose takes the longest prefix that fits, of those whose pools have a free worker.
-func (d *Dispatcher) choose(g *group, dec budget.Decision, all []head, x *exchange, now time.Time) []head {
+// fitting takes the longest prefix that fits, of those whose pools have a free worker.
+func (d *Dispatcher) fitting(g *group, dec budget.Decision, all []head, x *exchange, now time.Time) []head {
 	taken := map[*workers]int64{}
 	of := map[*Queue]int{}
 	left := dec.Allowed
@@ -304,139 +360,13 @@ func (d *Dispatcher) choose(g *group, dec budget.Decision, all []head, x *exchan
 	return chosen
 }
 
-// admitted asks for cancellations, and the queues' gates. Where no gate is asked, claiming looks for
-// cancellations.
-func (d *Dispatcher) admitted(ctx context.Context, chosen []head, x *exchange, now time.Time) ([]head, error) {
-	if !d.store.cluster && !slices.ContainsFunc(chosen, func(h head) bool { return h.queue.gate.admit != nil }) {
-		return chosen, nil
-	}
-	x.run(ctx) // nobody is to wait for what follows
-	var asked []*message
-	for _, h := range chosen {
-		asked = append(asked, h.m)
-	}
-	cancelled, err := d.store.cancelled(ctx, asked)
-	if err != nil {
-		return nil, err
-	}
-	var going []head
-	for _, h := range chosen {
-		q := h.queue
-		if cancelled[h.m] {
-			if err := d.reject(ctx, q, h.m, failed(codeCancelled, "cancelled"), nil); err != nil {
-				return nil, err
-			}
-			continue
-		}
-		if q.gate.admit == nil {
-			going = append(going, h)
-			continue
-		}
-		if now.Before(q.shut) {
-			continue
-		}
-		said, err := q.gate.admit.apply(ctx, h.m, h.grant)
-		q.failing.Store(err != nil)
-		switch {
-		case err != nil: // as good as closed, for all of the queue
-			q.decisions[gateError].Add(1)
-			d.log.Warn("a gate has failed", "queue", q.Name, "err", err)
-			h.grant.release(ctx)
-			q.shut = now.Add(d.cfg.RefuseHold)
-			continue
-		case said == proceed:
-			going = append(going, h)
-			continue
-		case said == drop:
-			q.decisions[gateDropped].Add(1)
-			h.grant.release(ctx)
-			if err := d.reject(ctx, q, h.m, h.grant.dropped, nil); err != nil {
-				return nil, err
-			}
-			continue
-		default:
-			q.decisions[gateQuota].Add(1)
-		}
-		h.grant.release(ctx)
-		d.hold(q, h.m, now)
-		d.nudge() // others may go in its place
-	}
-	return going, nil
-}
-
 // maxHolds bounds how many messages of a queue are passed over.
 const maxHolds = 1000
 
-// hold passes a message over for a while. Only the round's goroutine calls it.
+// hold passes a message over for a while. Only who has the turn calls it.
 func (d *Dispatcher) hold(q *Queue, m *message, now time.Time) {
 	if len(q.holds) < maxHolds {
 		q.holds[m.gid] = now.Add(min(d.cfg.RefuseHold, max(0, m.deadline.Sub(now))))
-	}
-}
-
-// launch claims messages and begins to work on them.
-func (d *Dispatcher) launch(ctx context.Context, g *group, chosen []head, x *exchange) error {
-	byQueue := map[*Queue][]head{}
-	for _, h := range chosen {
-		byQueue[h.queue] = append(byQueue[h.queue], h)
-	}
-	var claims []claim
-	for q, heads := range byQueue {
-		var all []*message
-		for _, h := range heads {
-			all = append(all, h.m)
-		}
-		claims = append(claims, d.store.claim(q, all, d.cfg.LeaseTTL))
-	}
-	x.run(ctx, claims...)
-	var all error
-	for _, c := range claims {
-		q := c.leases[0].queue
-		grants := map[*message]head{}
-		for _, h := range byQueue[q] {
-			grants[h.m] = h
-		}
-		claimed, cancelled, err := c.got()
-		if err != nil {
-			all = errors.Join(all, err) // what was claimed all the same comes back when its lease ends
-		}
-		for _, m := range cancelled {
-			all = errors.Join(all, d.reject(ctx, q, m, failed(codeCancelled, "cancelled"), nil))
-		}
-		for _, l := range claimed {
-			h := grants[l.m]
-			l.grant = h.grant
-			delete(grants, l.m)
-			d.step(Claimed, l.m)
-			if l.delivery > 1 {
-				q.redelivered.Add(1)
-			}
-			q.workers.free.Add(-1)
-			g.budget.Sent(l.token, h.weight, time.Now())
-			working, cancel := context.WithCancelCause(d.requests)
-			d.mu.Lock()
-			d.held[l] = cancel
-			d.mu.Unlock()
-			d.working.Go(func() { d.work(working, l, h.grant) })
-		}
-		for _, h := range grants {
-			h.grant.release(ctx)
-		}
-	}
-	return all
-}
-
-// done forgets a lease, whatever became of it.
-func (d *Dispatcher) done(l *lease, g *grant) {
-	g.release(context.WithoutCancel(d.requests))
-	l.queue.group.budget.Ended(l.token)
-	d.mu.Lock()
-	d.held[l](nil)
-	delete(d.held, l)
-	d.mu.Unlock()
-	if !l.freed {
-		l.queue.workers.free.Add(1)
-		d.nudge()
 	}
 }
 

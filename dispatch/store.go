@@ -48,13 +48,17 @@ type store struct {
 	deadMax int64
 }
 
-// script is a Lua script whose names of keys are set up by a common head.
-func script(body string) *redis.Script {
-	return redis.NewScript(`
+// The heads of scripts: names of keys, the time, and how a message is forgotten or goes back.
+const (
+	luaKeys = `
 local queue, leases, bodies, scores, owners, delivs, delayed, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local call = redis.call
+`
+	luaClock = `
 local t = call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
+`
+	luaMoves = `
 local function forget(gid)
   call('ZREM', leases, gid)
   call('HDEL', bodies, gid)
@@ -66,8 +70,11 @@ local function back(gid)
   if body then call('ZADD', queue, call('HGET', scores, gid) or 0, body) end
   forget(gid)
 end
-` + body)
-}
+`
+)
+
+// script is a Lua script with all heads.
+func script(body string) *redis.Script { return redis.NewScript(luaKeys + luaClock + luaMoves + body) }
 
 var (
 	// ARGV: ttl, then gid, member, token, request token of each. KEYS 9 and on: markers of their
@@ -75,7 +82,7 @@ var (
 	// cancelled. A generation that is leased or delayed already was enqueued twice: the second copy
 	// goes, and gets the first one's result. A claim that is repeated because its answer was lost
 	// gives the same.
-	claimScript = script(`
+	claimScript = redis.NewScript(luaKeys + luaClock + `
 local out = {}
 for i = 2, #ARGV, 4 do
   local gid, member = ARGV[i], ARGV[i+1]
@@ -113,6 +120,34 @@ for i = 2, #ARGV, 2 do
   else
     out[#out+1] = 0
   end
+end
+return out`)
+	// ARGV: gid, token, result, request token of each. KEYS 9 and on: result list and markers of each.
+	// Returns for each 1, 0 if somebody else has it, or why its result could not be pushed. The others
+	// do not suffer from that.
+	publishScript = redis.NewScript(luaKeys + `
+local out = {}
+for i = 1, #ARGV, 4 do
+  local gid, request, k = ARGV[i], ARGV[i+3], 9 + (i - 1) / 4 * 3
+  local said = 0
+  if call('HGET', owners, gid) == ARGV[i+1] then
+    local pushed = redis.pcall('LPUSH', KEYS[k], ARGV[i+2])
+    if type(pushed) == 'table' then
+      said = pushed.err
+    else
+      call('ZREM', leases, gid)
+      call('HDEL', bodies, gid)
+      call('HDEL', scores, gid)
+      call('HDEL', owners, gid)
+      call('HDEL', delivs, gid)
+      if request ~= '' then
+        if call('GET', KEYS[k+1]) == request then call('DEL', KEYS[k+1]) end
+        if call('GET', KEYS[k+2]) == request then call('DEL', KEYS[k+2]) end
+      end
+      said = 1
+    end
+  end
+  out[#out+1] = said
 end
 return out`)
 	// ARGV: gid, token or '' for one that is still in the queue, member, result or '', '1' if the lease
@@ -203,10 +238,12 @@ return 1`)
 type lease struct {
 	m        *message
 	queue    *Queue
-	token    string      // of this claim
+	token    string // of this claim
+	weight   int64
+	reserved bool        // its worker counted as taken before the claim
 	delivery int64       // how often it has been claimed without an outcome, this time included
 	pause    bool        // it is given back with a hold; of the worker's goroutine
-	freed    bool        // its worker counts as free already; see exchange
+	ended    bool        // the budget has forgotten it
 	ending   atomic.Bool // what became of the message is being written; that finds out whether the lease is lost
 	grant    *grant
 }
@@ -263,21 +300,24 @@ func (s *store) run(ctx context.Context, c *call) *call {
 	return c
 }
 
-// together makes calls one after the other in one round trip, so that a server that writes what it is
-// told to a disk does that once for all. Each succeeds or fails by itself. A cluster keeps no order
+// together makes calls and then looks one after the other in one round trip, so that a server that writes
+// what it is told to a disk does that once for all. Each succeeds or fails by itself. A cluster keeps no order
 // among calls that are sent together, so there each waits for the one before.
-func (s *store) together(ctx context.Context, all []*call) {
+func (s *store) together(ctx context.Context, all []*call, looks []*look) {
 	if s.cluster {
 		for _, c := range all {
 			s.run(ctx, c)
 		}
-		return
 	}
-	for again := false; len(all) > 0; again = true {
+	for again := false; !s.cluster && len(all) > 0; again = true {
 		pipe := s.redis.Pipeline()
 		for _, c := range all {
 			c.cmd = c.script.EvalSha(ctx, pipe, c.keys, c.args...)
 		}
+		for _, l := range looks {
+			l.cmd = pipe.ZRangeWithScores(ctx, l.queue.keys.queue, 0, l.n-1)
+		}
+		looks = nil
 		_, _ = pipe.Exec(ctx) // each call has its own error
 		if again {
 			return
@@ -292,12 +332,15 @@ func (s *store) together(ctx context.Context, all []*call) {
 			s.teach(ctx)
 		}
 	}
+	for _, l := range looks {
+		l.cmd = s.redis.ZRangeWithScores(ctx, l.queue.keys.queue, 0, l.n-1)
+	}
 }
 
 // teach loads the scripts that are called together: all of them, since if one alone were known its call
 // would be made before those that should come first.
 func (s *store) teach(ctx context.Context) {
-	for _, one := range []*redis.Script{claimScript, settleScript, delayScript, releaseScript} {
+	for _, one := range []*redis.Script{claimScript, publishScript, settleScript, delayScript, releaseScript} {
 		_ = one.Load(ctx, s.redis).Err() // what is still unknown is told by its call; a pipeline would not do
 	}
 }
@@ -308,36 +351,83 @@ type claim struct {
 	leases []*lease // that are asked for
 }
 
-// claim asks for messages of a queue, of which others may have taken some meanwhile.
-func (s *store) claim(q *Queue, all []*message, ttl time.Duration) claim {
-	args, k := []any{ttl.Milliseconds()}, q.keys.list()
-	leases := make([]*lease, len(all))
-	for i, m := range all {
-		leases[i] = &lease{m: m, queue: q, token: newToken()}
-		args = append(args, m.gid, m.raw, leases[i].token, m.token)
+// claim asks for messages of one queue, of which others may have taken some meanwhile. It gives the leases
+// their tokens.
+func (s *store) claim(leases []*lease, ttl time.Duration) claim {
+	q := leases[0].queue
+	args, k := append(make([]any, 0, 1+4*len(leases)), ttl.Milliseconds()), q.keys.list()
+	for _, l := range leases {
+		l.token = newToken()
+		args = append(args, l.m.gid, l.m.raw, l.token, l.m.token)
 		if !s.cluster { // there the markers may be anywhere
-			k = append(k, cancelKey(m.id))
+			k = append(k, cancelKey(l.m.id))
 		}
 	}
 	return claim{&call{what: "claim", script: claimScript, keys: k, args: args}, leases}
 }
 
-// got is what the claim was given, and which messages were cancelled instead.
-func (c claim) got() (claimed []*lease, cancelled []*message, err error) {
+// got is what the claim was given, which messages were cancelled instead, and which are not to be had.
+func (c claim) got() (claimed, cancelled, lost []*lease, err error) {
 	counts, err := c.cmd.Int64Slice()
-	if err != nil {
-		return nil, nil, fmt.Errorf("claim: %w", err)
+	if err == nil && len(counts) != len(c.leases) {
+		err = fmt.Errorf("%d outcomes of %d", len(counts), len(c.leases))
 	}
-	for i, n := range counts {
-		switch l := c.leases[i]; {
+	if err != nil {
+		return nil, nil, c.leases, fmt.Errorf("claim: %w", err)
+	}
+	claimed = c.leases[:0]
+	for i, l := range c.leases {
+		switch n := counts[i]; {
 		case n > 0:
 			l.delivery = n
 			claimed = append(claimed, l)
 		case n < 0:
-			cancelled = append(cancelled, l.m)
+			cancelled = append(cancelled, l)
+		default:
+			lost = append(lost, l)
 		}
 	}
-	return claimed, cancelled, nil
+	return claimed, cancelled, lost, nil
+}
+
+// settling publishes the results of leased messages of one queue, each by itself.
+type settling struct {
+	queue *Queue
+	all   []*write
+	made  *call
+}
+
+func (s *settling) add(w *write) { s.all = append(s.all, w) }
+
+func (s *settling) call() *call {
+	k, args := s.queue.keys.list(), make([]any, 0, 4*len(s.all))
+	for _, w := range s.all {
+		e := w.settlement
+		k = append(k, e.list, activeKey(e.m.id), cancelKey(e.m.id))
+		args = append(args, e.m.gid, e.token, e.result, e.m.token)
+	}
+	s.made = &call{what: "settle", script: publishScript, keys: k, args: args}
+	return s.made
+}
+
+// tell has each write know what came of it.
+func (s *settling) tell() {
+	all, err := s.made.cmd.Slice()
+	if err == nil && len(all) != len(s.all) {
+		err = fmt.Errorf("%d outcomes of %d", len(all), len(s.all))
+	}
+	for i, w := range s.all {
+		switch {
+		case err != nil:
+			w.err = fmt.Errorf("settle: %w", err)
+		case all[i] == int64(1):
+			w.err = nil
+		case all[i] == int64(0):
+			w.err = errFenced
+		default:
+			w.err = fmt.Errorf("settle: push the result to %s: %v", w.settlement.list, all[i])
+		}
+	}
 }
 
 // renew extends leases of one queue and returns those that are lost.

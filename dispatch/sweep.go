@@ -45,16 +45,6 @@ func (d *Dispatcher) inHand() map[*Queue][]*lease {
 	return all
 }
 
-// end cancels the work on a lease with a reason.
-func (d *Dispatcher) end(l *lease, why error) {
-	d.mu.Lock()
-	cancel := d.held[l]
-	d.mu.Unlock()
-	if cancel != nil {
-		cancel(why)
-	}
-}
-
 func (d *Dispatcher) beat(ctx context.Context) {
 	for q, held := range d.inHand() {
 		for len(held) > 0 {
@@ -251,7 +241,7 @@ func (d *Dispatcher) reap(ctx context.Context) error {
 			r := failed(codeDeliveries, "delivery limit exceeded")
 			err := d.store.settle(ctx, settlement{
 				queue: q, m: o.m, token: o.token, expired: true, list: d.listOf(q, o.m),
-				result: r.of(o.m, q, o.m.retries, "", d.cfg.ResultExtras, time.Now()),
+				result: r.append(nil, o.m, q, o.m.retries, "", d.cfg.ResultExtras, time.Now()),
 				dead:   &deadLetter{reason: deadDeliveries, deliveries: o.n, attempts: o.m.attempts},
 			})
 			if err == nil {

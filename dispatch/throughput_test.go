@@ -25,7 +25,7 @@ import (
 var (
 	throughput = flag.Int("throughput", 0, "messages of each run of TestThroughput; 0 leaves it out")
 	repeats    = flag.Int("throughput.runs", 3, "runs of TestThroughput in each setting, of which the median counts")
-	profile    = flag.String("throughput.profile", "", "file for a CPU profile of the dispatcher, of the last run")
+	profile    = flag.String("throughput.profile", "", "prefix of files for CPU profiles of the dispatcher, one of the last run in each setting")
 )
 
 // TestThroughput measures how fast one dispatcher goes with a worker that answers at once, beside
@@ -140,7 +140,11 @@ func dispatched(t *testing.T, r *server, url string, w, n int) rates {
 	crowd(t, r, n)
 	defer r.Del(ctx, "result-list")
 	cfg := config(t, r, setup{cfg: func(c *dispatch.Config) { c.Concurrency = w }}, queueDoc{"queue_name": "q", "igw_base_url": url})
-	c := startChild(t, order{Config: cfg, Profile: *profile})
+	o := order{Config: cfg}
+	if *profile != "" {
+		o.Profile = fmt.Sprintf("%s-%s-%d", *profile, r.args[len(r.args)-1], w)
+	}
+	c := startChild(t, o)
 	type sample struct {
 		at         time.Time
 		done       int64

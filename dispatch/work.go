@@ -12,24 +12,60 @@ import (
 // gateEvery is how often a worker asks its pool's gate again.
 const gateEvery = 50 * time.Millisecond
 
-// work brings one leased message to its end: a result, a further attempt later, or back.
-func (d *Dispatcher) work(ctx context.Context, l *lease, g *grant) {
-	defer d.done(l, g)
-	if !d.throughGate(ctx, l, g) {
-		return
+// worker works on one lease after another, in a goroutine of its own. It does not belong to a pool.
+type worker struct {
+	ctx    context.Context // of the work in hand; cancel ends it, and then another lease gets a new one
+	cancel context.CancelCauseFunc
+	told   chan *lease // what it waits for; see submit
+	write  write       // the last one
+	idle   bool        // it has the turn, and no lease
+	post   post
+}
+
+// ending is what becomes of a lease: what Redis is told, and what came of that.
+type ending struct {
+	step       Step        // that is reached by it; "" if somebody else has the message, and there is nothing to tell
+	call       *call       // or
+	settlement *settlement // a result, which can be told together with others
+	dead       string      // reason of a dead letter
+	err        error
+}
+
+func (e *ending) size() int {
+	if e.settlement != nil {
+		return 256 + len(e.settlement.result)
 	}
-	now := time.Now()
-	switch {
+	return e.call.size()
+}
+
+// works works on the leases that w is given.
+func (d *Dispatcher) works(ctx context.Context, w *worker) {
+	for l := <-w.told; l != nil; {
+		e := d.work(w, l)
+		l = d.finish(ctx, w, l, e)
+		w.post.trim()
+	}
+	if w.cancel != nil {
+		w.cancel(nil)
+	}
+}
+
+// work brings one leased message to its end: a result, a further attempt later, or back.
+func (d *Dispatcher) work(w *worker, l *lease) ending {
+	ctx := w.ctx
+	if e, ok := d.throughGate(w, l); !ok {
+		return e
+	}
+	switch now := time.Now(); {
 	case errors.Is(context.Cause(ctx), errClientCancelled):
-		d.settle(l, failed(codeCancelled, "cancelled"), "", nil)
+		return d.settle(w, l, failed(codeCancelled, "cancelled"), "", nil)
 	case ctx.Err() != nil, d.isLeaving(), l.queue.group.budget.Latched(now):
-		d.giveBack(ctx, l)
+		return d.giveBack(ctx, l)
 	case l.m.expired(now):
 		l.queue.outcomes[outcomeDeadline].Add(1)
-		d.settle(l, failed(codeDeadline, "deadline exceeded"), "", nil)
-	default:
-		d.attempt(ctx, l, g)
+		return d.settle(w, l, failed(codeDeadline, "deadline exceeded"), "", nil)
 	}
+	return d.attempt(w, l)
 }
 
 func (d *Dispatcher) isLeaving() bool {
@@ -41,12 +77,13 @@ func (d *Dispatcher) isLeaving() bool {
 	}
 }
 
-// throughGate waits for the gate of the pool. It reports false if the message was given back or settled.
-func (d *Dispatcher) throughGate(ctx context.Context, l *lease, g *grant) bool {
+// throughGate waits for the gate of the pool. It reports false if the message is to be given back or settled.
+func (d *Dispatcher) throughGate(w *worker, l *lease) (ending, bool) {
 	gate := l.queue.workers.admit
 	if gate == nil {
-		return true
+		return ending{}, true
 	}
+	ctx, g := w.ctx, l.grant
 	until := time.Now().Add(d.cfg.PoolWaitMax)
 	waited := false
 	for {
@@ -56,15 +93,13 @@ func (d *Dispatcher) throughGate(ctx context.Context, l *lease, g *grant) bool {
 		case err == nil && said == proceed:
 			if waited { // it may have been cancelled meanwhile
 				if found, err := d.store.cancelled(ctx, []*message{l.m}); err == nil && found[l.m] {
-					d.settle(l, failed(codeCancelled, "cancelled"), "", nil)
-					return false
+					return d.settle(w, l, failed(codeCancelled, "cancelled"), "", nil), false
 				}
 			}
-			return true
+			return ending{}, true
 		case err == nil && said == drop:
 			l.queue.decisions[gateDropped].Add(1)
-			d.settle(l, g.dropped, "", nil)
-			return false
+			return d.settle(w, l, g.dropped, "", nil), false
 		case err == nil && said == wait && ctx.Err() == nil && !d.isLeaving() && now.Before(until) && !l.m.expired(now):
 		default:
 			if err != nil {
@@ -74,8 +109,7 @@ func (d *Dispatcher) throughGate(ctx context.Context, l *lease, g *grant) bool {
 				l.queue.decisions[gateQuota].Add(1)
 			}
 			l.pause = true
-			d.giveBack(ctx, l)
-			return false
+			return d.giveBack(ctx, l), false
 		}
 		waited = true
 		timer := time.NewTimer(gateEvery)
@@ -100,15 +134,12 @@ type reply struct {
 	taken   time.Duration
 }
 
-// attempt sends the request once and deals with what comes of it.
-func (d *Dispatcher) attempt(ctx context.Context, l *lease, g *grant) {
+// attempt sends the request once and tells what comes of it.
+func (d *Dispatcher) attempt(w *worker, l *lease) ending {
 	m, q := l.m, l.queue
-	p := posts.Get().(*post)
-	defer p.release()
-	if err := d.compose(p, m, q, g); err != nil {
+	if err := d.compose(&w.post, m, q, l.grant); err != nil {
 		q.outcomes[outcomeFailed].Add(1)
-		d.settle(l, failed(codeInvalid, err.Error()), "", nil)
-		return
+		return d.settle(w, l, failed(codeInvalid, err.Error()), "", nil)
 	}
 	now := time.Now()
 	limit := now.Add(d.cfg.RequestTimeout)
@@ -120,36 +151,42 @@ func (d *Dispatcher) attempt(ctx context.Context, l *lease, g *grant) {
 	} else {
 		q.retried.Add(1)
 	}
-	d.metrics.sent(q, m, now)
+	q.sent(m, now)
 	d.step(Sending, m)
-	r := q.gateway.send(ctx, p, limit, d.cfg.MaxResponseBytes)
-	q.group.budget.Ended(l.token)
+	r := q.gateway.send(w.ctx, &w.post, now, limit, d.cfg.MaxResponseBytes)
+	d.ended(l)
 	d.step(Answered, m)
-	now = time.Now()
-	d.metrics.latency(q, r.taken)
-	d.judge(ctx, l, r, now.Add(-r.taken), now)
+	q.took.Observe(r.taken.Seconds())
+	return d.judge(w, l, r, now, now.Add(r.taken))
+}
+
+// ended has the budget forget a lease.
+func (d *Dispatcher) ended(l *lease) {
+	if !l.ended {
+		l.queue.group.budget.Ended(l.token)
+		l.ended = true
+	}
 }
 
 var errTooLong = errors.New("the answer is longer than max-response-bytes")
 
 // judge decides what a reply means for its message.
-func (d *Dispatcher) judge(ctx context.Context, l *lease, r reply, sentAt, now time.Time) {
+func (d *Dispatcher) judge(w *worker, l *lease, r reply, sentAt, now time.Time) ending {
+	ctx := w.ctx
 	q, b := l.queue, l.queue.group.budget
 	if r.err != nil && ctx.Err() != nil { // it was us who ended it
 		switch context.Cause(ctx) {
 		case errFenced: // somebody else has it
 			q.fenced.Add(1)
+			return ending{}
 		case errClientCancelled:
-			d.settle(l, failed(codeCancelled, "cancelled"), "", nil)
-		default:
-			d.giveBack(ctx, l)
+			return d.settle(w, l, failed(codeCancelled, "cancelled"), "", nil)
 		}
-		return
+		return d.giveBack(ctx, l)
 	}
 	if errors.Is(r.err, errTooLong) || errors.Is(r.err, upstream.ErrRequest) {
 		q.outcomes[outcomeFailed].Add(1)
-		d.settle(l, failed(codeInvalid, r.err.Error()), "", nil)
-		return
+		return d.settle(w, l, failed(codeInvalid, r.err.Error()), "", nil)
 	}
 	hint := retryAfter(r.after, now)
 	if r.status == 0 {
@@ -157,8 +194,7 @@ func (d *Dispatcher) judge(ctx context.Context, l *lease, r reply, sentAt, now t
 			d.log.Warn("the gateway cannot be reached", "queue", q.Name, "err", r.err)
 			q.trips.add("unreachable")
 		}
-		d.again(l, r.written || r.late, 0, r, 0, now)
-		return
+		return d.again(w, l, r.written || r.late, 0, r, 0, now)
 	}
 	said := judge(r.status, r.dropped, d.cfg.OverloadExempt)
 	success := said == final && r.status/100 == 2 && r.err == nil
@@ -171,28 +207,27 @@ func (d *Dispatcher) judge(ctx context.Context, l *lease, r reply, sentAt, now t
 			q.trips.add(statusLabel(r.status))
 			d.log.Warn("refused for overload: the gate is closed", "queue", q.Name, "status", r.status, "reason", r.dropped)
 		}
-		d.again(l, false, l.m.sheds+1, r, hint, now)
+		return d.again(w, l, false, l.m.sheds+1, r, hint, now)
 	case said == overtaken:
-		d.again(l, false, 0, r, hint, now)
+		return d.again(w, l, false, 0, r, hint, now)
 	case said == again || r.err != nil: // an answer that breaks off is none
 		if r.status < 500 {
 			hint = 0
 		}
-		d.again(l, true, 0, r, hint, now)
-	default:
-		if r.status/100 == 2 {
-			q.outcomes[outcomeSuccess].Add(1)
-		} else {
-			q.outcomes[outcomeFailed].Add(1)
-		}
-		a := answered(r.status, r.body)
-		d.metrics.usage(q, a.usage)
-		d.settle(l, a, r.dropped, nil)
+		return d.again(w, l, true, 0, r, hint, now)
 	}
+	if r.status/100 == 2 {
+		q.outcomes[outcomeSuccess].Add(1)
+	} else {
+		q.outcomes[outcomeFailed].Add(1)
+	}
+	a := answered(r.status, r.body)
+	q.used(a.usage)
+	return d.settle(w, l, a, r.dropped, nil)
 }
 
 // again has a message sent once more, later; or settles it if there is no later.
-func (d *Dispatcher) again(l *lease, counted bool, sheds int, r reply, hint time.Duration, now time.Time) {
+func (d *Dispatcher) again(w *worker, l *lease, counted bool, sheds int, r reply, hint time.Duration, now time.Time) ending {
 	m := l.m
 	attempts := m.attempts
 	k := max(1, min(sheds, shedBackoff))
@@ -211,8 +246,7 @@ func (d *Dispatcher) again(l *lease, counted bool, sheds int, r reply, hint time
 		if r.err != nil {
 			dead.err = r.err.Error()
 		}
-		d.settle(l, last, "", dead)
-		return
+		return d.settle(w, l, last, "", dead)
 	}
 	rng := rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64()))
 	delay, ok := backoff(k, m.deadline.Sub(now), hint, rng)
@@ -221,82 +255,115 @@ func (d *Dispatcher) again(l *lease, counted bool, sheds int, r reply, hint time
 		if !whole {
 			last = failed(codeDeadline, "deadline exceeded")
 		}
-		d.settle(l, last, "", nil)
-		return
+		return d.settle(w, l, last, "", nil)
 	}
 	next, err := m.rewritten(l.queue, attempts, sheds)
 	if err != nil { // it was parsed before
 		next = m.raw
 	}
-	d.persist(l, Delayed, func(context.Context) error { return d.write(l, d.store.delay(l, delay, next)) })
+	return ending{step: Delayed, call: d.store.delay(l, delay, next)}
 }
 
 // settle publishes the result of a leased message.
-func (d *Dispatcher) settle(l *lease, r result, dropped string, dead *deadLetter) {
+func (d *Dispatcher) settle(w *worker, l *lease, r result, dropped string, dead *deadLetter) ending {
 	sent := l.m.retries
 	if r.StatusCode != 0 || dead != nil {
 		sent++
 	}
-	body := r.of(l.m, l.queue, sent, dropped, d.cfg.ResultExtras, time.Now())
-	e := settlement{queue: l.queue, m: l.m, token: l.token, list: d.listOf(l.queue, l.m), result: body, dead: dead}
-	d.persist(l, Settled, func(ctx context.Context) error {
-		if d.store.cluster {
-			return d.store.settle(ctx, e)
-		}
-		return d.write(l, d.store.settling(e))
-	})
-	if dead != nil {
-		l.queue.letter(dead.reason)
+	w.post.result = r.append(w.post.result[:0], l.m, l.queue, sent, dropped, d.cfg.ResultExtras, time.Now())
+	e := settlement{queue: l.queue, m: l.m, token: l.token, list: d.listOf(l.queue, l.m), result: w.post.result, dead: dead}
+	if dead == nil {
+		return ending{step: Settled, settlement: &e}
 	}
+	if d.store.cluster {
+		return ending{step: Settled, settlement: &e, dead: dead.reason}
+	}
+	return ending{step: Settled, call: d.store.settling(e), dead: dead.reason}
 }
 
 // giveBack puts a message back as it was.
-func (d *Dispatcher) giveBack(ctx context.Context, l *lease) {
+func (d *Dispatcher) giveBack(ctx context.Context, l *lease) ending {
 	if errors.Is(context.Cause(ctx), errFenced) {
 		l.queue.fenced.Add(1)
-		return
+		return ending{}
 	}
 	if l.pause { // not to be seen by the next round at once
 		if left := time.Until(l.m.deadline); left > 0 {
-			d.persist(l, Released, func(context.Context) error {
-				return d.write(l, d.store.delay(l, min(d.cfg.RefuseHold, left), l.m.raw))
-			})
-			return
+			return ending{step: Released, call: d.store.delay(l, min(d.cfg.RefuseHold, left), l.m.raw)}
 		}
 	}
-	d.persist(l, Released, func(context.Context) error { return d.write(l, d.store.release(l)) })
+	return ending{step: Released, call: d.store.release(l)}
 }
 
 const (
 	persistLeast = 100 * time.Millisecond
 	persistMost  = 5 * time.Second
-	lastWords    = 10 * time.Second // that persist takes at most once the process is to end
+	lastWords    = 10 * time.Second // that finish takes at most once the process is to end
 )
 
-// persist writes what became of a message, and tries again while Redis is away: until the lease is
-// lost or ResultHoldMax is over. Then the message is worked on once more, rather than lost.
-func (d *Dispatcher) persist(l *lease, s Step, write func(context.Context) error) {
+// finish writes what became of a message, and tries again while Redis is away: until the lease is lost or
+// ResultHoldMax is over. Then the message is worked on once more, rather than lost. It returns the worker's
+// next lease, nil if there is none any more.
+func (d *Dispatcher) finish(ctx context.Context, w *worker, l *lease, e ending) *lease {
+	if e.step == "" {
+		d.done(l)
+		return d.next(ctx, w)
+	}
 	l.ending.Store(true)
+	w.write = write{ending: e, lease: l, worker: w}
 	begun := time.Now()
-	pause := persistLeast
-	for {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(d.requests), persistMost)
-		err := write(ctx)
-		cancel()
-		switch {
-		case err == nil:
-			d.step(s, l.m)
-			return
-		case errors.Is(err, errFenced):
-			l.queue.fenced.Add(1)
-			d.log.Warn("somebody else has the message by now", "queue", l.queue.Name, "id", l.m.id)
-			return
-		case time.Since(begun) > d.cfg.ResultHoldMax, d.isLeaving() && d.requests.Err() != nil && time.Since(begun) > lastWords:
+	for pause := persistLeast; ; pause = min(2*pause, persistMost) {
+		if d.store.cluster && e.settlement != nil {
+			timed, cancel := context.WithTimeout(context.WithoutCancel(d.requests), persistMost)
+			w.write.err = d.store.settle(timed, *e.settlement)
+			cancel()
+		} else if next, ok := d.submit(ctx, w); next != nil || !ok {
+			return next
+		}
+		err := w.write.err
+		if err == nil || errors.Is(err, errFenced) {
+			d.wrote(l, &w.write.ending)
+			break
+		}
+		if time.Since(begun) > d.cfg.ResultHoldMax || d.isLeaving() && d.requests.Err() != nil && time.Since(begun) > lastWords {
 			d.log.Error("what became of a message could not be stored: it will be sent again", "queue", l.queue.Name, "id", l.m.id, "err", err)
-			return
+			break
 		}
 		d.metrics.redisErrors.Add(1)
 		time.Sleep(pause)
-		pause = min(2*pause, persistMost)
+	}
+	d.done(l)
+	return d.next(ctx, w)
+}
+
+// wrote tells that Redis knows what became of a lease, or that somebody else has its message.
+func (d *Dispatcher) wrote(l *lease, e *ending) {
+	d.ended(l)
+	if e.err != nil {
+		l.queue.fenced.Add(1)
+		d.log.Warn("somebody else has the message by now", "queue", l.queue.Name, "id", l.m.id)
+		return
+	}
+	d.step(e.step, l.m)
+	if e.dead != "" {
+		l.queue.letter(e.dead)
+	}
+}
+
+// done forgets a lease, whatever became of it, and gives back what gates have given.
+func (d *Dispatcher) done(l *lease) {
+	l.grant.release(context.WithoutCancel(d.requests))
+	d.ended(l)
+	d.mu.Lock()
+	d.forgetLocked(l)
+	d.mu.Unlock()
+}
+
+// end cancels the work on a lease with a reason. Its worker may be at another one as soon as d.mu is let go.
+func (d *Dispatcher) end(l *lease, why error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if cancel := d.held[l]; cancel != nil {
+		cancel(why)
 	}
 }
