@@ -122,7 +122,7 @@ func (l *clients) close(which int32) {
 type plainTalk struct {
 	p       *plainServer
 	c       *clientConn
-	buf     []byte // what was received, and is not used up, is buf[r:w]
+	buf     *[plainBuffer]byte // what was received, and is not used up, is buf[r:w]; nil once all is, or nothing was
 	r, w    int
 	left    int64 // bytes of the body that have not been read
 	head    plainHead
@@ -134,6 +134,9 @@ type plainTalk struct {
 // plainBuffer is how much is read of a client at once, in bytes: a longer head is not plain.
 const plainBuffer = 4 << 10
 
+// plainBuffers are those of connections that wait for no request: an answer may take minutes.
+var plainBuffers = sync.Pool{New: func() any { return new([plainBuffer]byte) }}
+
 // lingers is how long a client that is still sending has for the answer before the connection is closed.
 const lingers = 500 * time.Millisecond
 
@@ -143,7 +146,7 @@ func (p *plainServer) talk(c *clientConn) {
 		p.handOver(c, nil)
 		return
 	}
-	t := &plainTalk{p: p, c: c, buf: make([]byte, plainBuffer)}
+	t := &plainTalk{p: p, c: c}
 	t.request = (&http.Request{
 		Method: http.MethodPost, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, RemoteAddr: c.RemoteAddr().String(),
 	}).WithContext(withClient(p.ctx, c))
@@ -168,11 +171,7 @@ func (p *plainServer) talk(c *clientConn) {
 	if t.left > 0 && t.writer.err == nil { // else the answer could be lost
 		_ = c.CloseWrite()
 		_ = c.SetReadDeadline(time.Now().Add(lingers))
-		for t.w = 0; ; {
-			if _, err := c.Read(t.buf); err != nil {
-				break
-			}
-		}
+		_, _ = io.Copy(io.Discard, c)
 	}
 	_ = c.Close()
 }
@@ -197,7 +196,10 @@ func (t *plainTalk) receive(patience time.Duration) bool {
 	if t.c.SetReadDeadline(time.Now().Add(patience)) != nil {
 		return false
 	}
-	n, err := t.c.Read(t.buf)
+	if t.buf == nil {
+		t.buf = plainBuffers.Get().(*[plainBuffer]byte)
+	}
+	n, err := t.c.Read(t.buf[:])
 	t.r, t.w = 0, n
 	return err == nil && n > 0
 }
@@ -234,6 +236,10 @@ func (t *plainTalk) Read(p []byte) (n int, err error) {
 		err = io.ErrUnexpectedEOF
 	}
 	if t.left -= int64(n); t.left == 0 {
+		if t.r == t.w {
+			plainBuffers.Put(t.buf)
+			t.buf = nil
+		}
 		return n, io.EOF
 	}
 	return n, err
