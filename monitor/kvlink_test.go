@@ -187,3 +187,41 @@ func TestKVSilenceAfterConnection(t *testing.T) {
 	}
 	r.stop()
 }
+
+// A publisher is not asked while its listener is paused, though it was to be asked once more after a silence:
+// what it would tell is not to be applied.
+func TestKVPausedIsNotAsked(t *testing.T) {
+	e := newKVEngine(t, "tcp://127.0.0.1:*", false)
+	e.serve()
+	cfg := patientKV()
+	cfg.LinkSilence = 10 * time.Millisecond
+	r := hearing(t, e, cfg)
+	e.live(1, 0)
+	r.applied(0)
+	r.await(monitor.KVActive) // so that its end shows
+	e.stop()
+	r.await(monitor.KVPending)
+	second := newKVEngine(t, e.endpoint, false)
+	second.replay = e.replay
+	paused := make(chan error, 1)
+	second.answer = func(uint64) [][][]byte {
+		if len(second.asked) == 1 { // the lock is held
+			paused <- r.k.Pause(kvRank)
+			return [][][]byte{newReply(0, batchOf(0, 1)), newReply(math.MaxUint64, nil)}
+		}
+		return [][][]byte{newReply(1, batchOf(1, 1)), newReply(math.MaxUint64, nil)}
+	}
+	second.serve()
+	if err := <-paused; err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(30 * cfg.LinkSilence) // no bound: what must not happen gets the time to
+	if got := second.requests(); !slices.Equal(got, []uint64{0}) || !slices.Equal(r.held(kvRank), []uint64{0}) {
+		t.Errorf("while it is paused it was asked from %v, want from 0 before that alone, and batches %v are known, want 0", got, r.held(kvRank))
+	}
+	if err := r.k.Resume(kvRank); err != nil {
+		t.Fatal(err)
+	}
+	r.applied(1) // that is a new connection
+	r.stop()
+}

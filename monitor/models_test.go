@@ -23,9 +23,10 @@ func TestNamesAreLearnt(t *testing.T) {
 			if strings.HasPrefix(n, "lora") {
 				parent = `"base"`
 			}
+			n, other, is := strings.Cut(n, "@")
 			switch {
-			case n == "else":
-				root = "/models/else"
+			case is:
+				root = other
 			case strings.HasPrefix(n, "rootless"):
 				root = ""
 			}
@@ -77,7 +78,8 @@ func TestNamesAreLearnt(t *testing.T) {
 			{"base lora1 lora2", 8192, nil, 31 * time.Second, "[base lora1 lora2] 8192 []"},
 			{"", 0, nil, 31 * time.Second, ""},
 			{"base lora1 loud", 8192, nil, 31 * time.Second, "[base loud lora1] 8192 [loud]"},
-			{"base lora1 else loud", 8192, nil, 31 * time.Second, "[base else loud lora1] 8192 [loud]"},
+			{"base lora1 else@/models/else loud", 8192, nil, 31 * time.Second, "[base else loud lora1] 8192 [loud]"},
+			{"base lora1 else@/models/else loud@/models/else", 8192, nil, 31 * time.Second, "[base else loud lora1] 8192 []"},
 			{"rootless1 rootless2", 8192, nil, 31 * time.Second, "[rootless1 rootless2] 8192 []"},
 			{"other", 8192, nil, 31 * time.Second, "[other] 8192 []"},
 		} {
@@ -120,14 +122,15 @@ func TestGivenNamesStay(t *testing.T) {
 	})
 }
 
-// A record that the operator puts in place while another is being registered prevails.
+// A record that the operator puts in place while another is being registered prevails, and has no aliases that
+// are none of its names.
 func TestNamesGivenMeanwhile(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(monitor.DefaultConfig(), busy.Thresholds{})
-		r.Via(newFake(map[string]string{"/v1/models": `{"data":[{"id":"learnt","max_model_len":7}]}`}))
+		r.Via(newFake(map[string]string{"/v1/models": `{"data":[{"id":"learnt","root":"r","max_model_len":7},{"id":"alias","root":"r"}]}`}))
 		var seen []string
 		r.Register = func(w *worker.Worker) (*busy.List, error) {
-			if seen = append(seen, fmt.Sprint(w.Models)); len(seen) == 1 {
+			if seen = append(seen, fmt.Sprint(w.Models, w.Aliases)); len(seen) == 1 {
 				given := *w
 				given.Models, given.MaxModelLen = []string{"given"}, 0
 				r.Watch(&given, r.list)
@@ -138,8 +141,8 @@ func TestNamesGivenMeanwhile(t *testing.T) {
 		stop := r.run(t)
 		time.Sleep(2 * time.Minute)
 		stop()
-		if got := strings.Join(seen, " "); got != "[learnt] [given]" {
-			t.Errorf("registered %s, want [learnt] [given]", got)
+		if got := strings.Join(seen, " "); got != "[learnt alias] [alias] [given] []" {
+			t.Errorf("registered %s, want [learnt alias] with [alias], and [given] with none", got)
 		}
 	})
 }
@@ -149,25 +152,28 @@ func TestDiscover(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	const sameRoot = `{"data":[{"id":"a","root":"r"},{"id":"b","root":"r"},{"id":"c","root":"other"}]}`
 	for _, tt := range []struct {
 		name, body string
 		given      []string
-		want       string
+		want       string // models, length, aliases, error
 	}{
-		{"spillway sim", string(simModels), nil, "[sim-model] 131072 <nil>"},
-		{"given names stay", string(simModels), []string{"mine"}, "[mine] 131072 <nil>"},
-		{"base models first", `{"data":[{"id":"l","parent":"a"},{"id":"a","parent":"","max_model_len":7},{"id":"b","max_model_len":9}]}`, nil, "[a b l] 7 <nil>"},
-		{"no length", `{"data":[{"id":"a","max_model_len":null}]}`, nil, "[a] 0 <nil>"},
-		{"a length that is none", `{"data":[{"id":"a","max_model_len":-1}]}`, nil, "[a] 0 <nil>"},
-		{"no models", `{"data":[]}`, nil, "[] 0 monitor: the worker names no model: http://worker/v1/models"},
-		{"not JSON", `<html>`, nil, "[] 0 monitor: asking for models: http://worker/v1/models: invalid character '<' looking for beginning of value"},
-		{"no answer", ``, nil, `[] 0 monitor: asking for models: Get "http://worker/v1/models": refused`},
+		{"spillway sim", string(simModels), nil, "[sim-model] 131072 [] <nil>"},
+		{"given names stay", string(simModels), []string{"mine"}, "[mine] 131072 [] <nil>"},
+		{"base models first", `{"data":[{"id":"l","parent":"a"},{"id":"a","parent":"","max_model_len":7},{"id":"b","max_model_len":9}]}`, nil, "[a b l] 7 [] <nil>"},
+		{"no length", `{"data":[{"id":"a","max_model_len":null}]}`, nil, "[a] 0 [] <nil>"},
+		{"a length that is none", `{"data":[{"id":"a","max_model_len":-1}]}`, nil, "[a] 0 [] <nil>"},
+		{"no models", `{"data":[]}`, nil, "[] 0 [] monitor: the worker names no model: http://worker/v1/models"},
+		{"not JSON", `<html>`, nil, "[] 0 [] monitor: asking for models: http://worker/v1/models: invalid character '<' looking for beginning of value"},
+		{"no answer", ``, nil, `[] 0 [] monitor: asking for models: Get "http://worker/v1/models": refused`},
+		{"aliases", sameRoot, nil, "[a b c] 0 [b] <nil>"},
+		{"aliases of the first that was given", sameRoot, []string{"c", "a", "b", "mine"}, "[c a b mine] 0 [] <nil>"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			r := newRig(monitor.DefaultConfig(), busy.Thresholds{})
 			r.Via(newFake(map[string]string{"/v1/models": tt.body}))
 			w, err := r.Discover(t.Context(), worker.Worker{Endpoint: "http://worker", Models: tt.given})
-			if got := fmt.Sprint(w.Models, w.MaxModelLen, " ", err); strings.Join(strings.Fields(got), " ") != tt.want {
+			if got := fmt.Sprint(w.Models, w.MaxModelLen, w.Aliases, " ", err); strings.Join(strings.Fields(got), " ") != tt.want {
 				t.Errorf("Discover of %s gives %s, want %s", tt.body, got, tt.want)
 			}
 		})
