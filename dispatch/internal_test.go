@@ -2,8 +2,11 @@ package dispatch
 
 import (
 	"encoding/json"
+	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
@@ -204,6 +207,19 @@ func TestGates(t *testing.T) {
 			t.Errorf("gate %s %s: %v, want %q", tt.kind, tt.params, err, tt.want)
 		}
 	}
+	for _, kind := range []string{"prometheus-budget", "prometheus-saturation", "prometheus-query"} {
+		params := `{"pool":"p","max_sample_age":"7s"}`
+		if kind == "prometheus-query" {
+			params = `{"query":"up","max_sample_age":"7s"}`
+		}
+		g, err := b.build(kind, json.RawMessage(params), 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := g.inputs[0].reader.(*promReader).maxAge; got != 7*time.Second {
+			t.Errorf("%s: samples may be %v old, want 7s", kind, got)
+		}
+	}
 	g, err := b.build("prometheus-saturation", json.RawMessage(`{"pool":"p","threshold":0.8}`), 0)
 	if err != nil || g.inputs[0].source.Fallback != 0 || g.inputs[0].source.Rule.Baseline < 0.19 || g.inputs[0].source.Rule.Baseline > 0.21 {
 		t.Errorf("prometheus-saturation: %+v, %v", g, err)
@@ -225,6 +241,48 @@ func TestCacheTTL(t *testing.T) {
 		}
 		if got := d.groups[0].inputs[0].every; got != want {
 			t.Errorf("prometheus-cache-ttl %v: asked every %v, want %v", ttl, got, want)
+		}
+	}
+}
+
+// TestStaleCandidate has a better query whose samples are too old, and a weaker one: the first answer is the
+// weaker one's. Once the better one has answered the weaker one takes its place no more.
+func TestStaleCandidate(t *testing.T) {
+	const maxAge = 30 * time.Second
+	old := map[string]bool{}
+	prom := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		value := map[string]float64{"better": 0.1, "weaker": 0.9}[r.FormValue("query")]
+		if of, is := strings.CutPrefix(r.FormValue("query"), "time of "); is {
+			at := time.Now()
+			if old[of] {
+				at = at.Add(-2 * maxAge)
+			}
+			value = float64(at.UnixMilli()) / 1000
+		}
+		_, _ = fmt.Fprintf(w, `{"status":"success","data":{"resultType":"scalar","result":[1,"%f"]}}`, value)
+	}))
+	defer prom.Close()
+	p := &promReader{
+		api:        &promAPI{asker: &asker{client: prom.Client(), timeout: time.Minute}, url: prom.URL},
+		candidates: []candidate{{"better", []string{"time of better"}}, {"weaker", []string{"time of weaker"}}}, active: 2, maxSys: 1, maxAge: maxAge,
+	}
+	for _, tt := range []struct {
+		name string
+		old  []string
+		want float64 // 0: an error
+	}{
+		{"both are old", []string{"better", "weaker"}, 0},
+		{"the better one is old", []string{"better"}, 0.9},
+		{"neither is old", nil, 0.1},
+		{"the better one is old, after it has answered", []string{"better"}, 0},
+	} {
+		clear(old)
+		for _, of := range tt.old {
+			old[of] = true
+		}
+		r, err := p.read(t.Context())
+		if r.D != tt.want || (err == nil) != (tt.want > 0) {
+			t.Errorf("%s: D is %v, %v, want %v", tt.name, r.D, err, tt.want)
 		}
 	}
 }

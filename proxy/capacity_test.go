@@ -3,11 +3,14 @@ package proxy_test
 import (
 	"encoding/json"
 	"math"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
 
+	"spillway/busy"
 	"spillway/proxy"
+	"spillway/worker"
 )
 
 func (f *front) capacity(query string) proxy.Capacity {
@@ -112,4 +115,67 @@ func TestCapacityWithoutThresholds(t *testing.T) {
 	if c := f.capacity("&after=" + jsonNumber(c.Seq)); c.Saturation != 0 {
 		t.Errorf("marked: %+v, want saturation 0", c)
 	}
+}
+
+// TestCompatMetrics has one of two workers tell of two ranks. What llm-d's names say is made of that, and of
+// the capacity.
+func TestCompatMetrics(t *testing.T) {
+	s := newScript(t, saying(answer(200, jsonHeader, reply)))
+	w1, w2 := served("w1", s), served("w2", s)
+	w1.DPSize, w2.MaxConcurrency = 2, 20
+	f := begin(t, setup{busy: decodeLimit(), models: []string{"m"}, proxy: func(c *proxy.Config) { c.CompatMetrics = true }}, w1, w2)
+	now := time.Now()
+	for _, of := range []struct {
+		rank                   worker.Rank
+		used, waiting, running uint64
+	}{
+		{worker.Rank{Worker: w1.ID}, 34, 3, 7}, {worker.Rank{Worker: w1.ID, DP: 1}, 51, 1, 8}, {worker.Rank{Worker: w2.ID}, 17, 0, 1},
+	} {
+		f.list().Observe(busy.Sample{Rank: of.rank, TakenAt: now, KVUsedBlocks: &of.used, KVTotalBlocks: new(uint64(100)), Waiting: &of.waiting, Running: &of.running}, now)
+	}
+	for series, want := range map[string]float64{
+		`inference_pool_ready_pods{name="m"}`: 2, `llm_d_epp_ready_endpoints{name="m"}`: 2,
+		// w1 is as full as its emptier rank: 34 of 85; w2 is so by 17 of 85.
+		`inference_extension_flow_control_pool_saturation{inference_pool="m"}`: 0.3, `llm_d_epp_flow_control_pool_saturation{inference_pool="m",stage="effective"}`: 0.3,
+		compatQueueSize: 0.3 * 120,
+		`inference_pool_per_pod_queue_size{model_server_pod="w1",name="m"}`: 4, `inference_pool_per_pod_queue_size{model_server_pod="w2",name="m"}`: 0,
+		`inference_pool_average_queue_size{name="m"}`: 2, `inference_pool_average_running_requests{name="m"}`: 8,
+		`inference_pool_average_kv_cache_utilization{name="m"}`: (0.425 + 0.17) / 2,
+	} {
+		if got, err := strconv.ParseFloat(f.metric(series), 64); err != nil || math.Abs(got-want) > 1e-9 {
+			t.Errorf("%s is %v, %v, want %v", series, got, err, want)
+		}
+	}
+	f.routes.Unregister(w1.ID, now)
+	f.routes.Unregister(w2.ID, now)
+	for series, want := range map[string]string{
+		`inference_pool_ready_pods{name="m"}`: "0", `inference_pool_average_queue_size{name="m"}`: "0", compatQueueSize: "0",
+		`inference_extension_flow_control_pool_saturation{inference_pool="m"}`: "1", `inference_pool_per_pod_queue_size{model_server_pod="w1",name="m"}`: "",
+	} {
+		if got := f.metric(series); got != want {
+			t.Errorf("without workers %s is %q, want %q", series, got, want)
+		}
+	}
+}
+
+const compatQueueSize = `inference_extension_flow_control_queue_size{fairness_id="default",inference_pool="m",model_name="m",priority="0",target_model_name="m"}`
+
+// TestCompatQueueSize has llm-d's size of a queue be that of ours.
+func TestCompatQueueSize(t *testing.T) {
+	s, turn := onTurn(t)
+	f := begin(t, setup{busy: onePrompt(), router: queueOf(4), proxy: func(c *proxy.Config) {
+		patient(c)
+		c.CompatMetrics, c.CompatQueueSize = true, "queue"
+	}}, served("w", s))
+	first := f.asking(chatBody)
+	eventually(t, "the worker has a request", func() bool { return len(s.seen()) == 1 })
+	second := f.asking(chatBody)
+	f.waiting(1)
+	if got := f.metric(compatQueueSize); got != "1" {
+		t.Errorf("while one waits the queue's size is %q, want 1", got)
+	}
+	turn <- struct{}{}
+	turn <- struct{}{}
+	<-first
+	<-second
 }
