@@ -13,6 +13,7 @@ test: setup-test check ## gofmt, vet, lint, and every test under the race detect
 	REQUIRE_PROMETHEUS=1 REQUIRE_REDIS=1 go test -race -timeout 15m ./...
 	SPILLWAY_TEST_ROUTER_MODE=kv go test -race ./proxy
 	go test -race -run '^TestAtomicity$$' ./cmd/spillway -rounds 1000
+	go test -run '^$$' -bench . -benchtime 1x ./busy ./logline ./proxy ./tracker ./upstream ./wire >/dev/null
 
 check:
 	@unformatted=$$(gofmt -l .); if [ -n "$$unformatted" ]; then echo "gofmt would change:" $$unformatted; exit 1; fi
