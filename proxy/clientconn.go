@@ -83,7 +83,9 @@ func newClientConn(nc net.Conn, writeTimeout time.Duration) *clientConn {
 func (c *clientConn) Read(p []byte) (int, error) {
 	if len(c.ahead) > 0 {
 		n := copy(p, c.ahead)
-		c.ahead = c.ahead[n:]
+		if c.ahead = c.ahead[n:]; len(c.ahead) == 0 {
+			c.ahead = nil // or its memory would stay as long as the connection
+		}
 		return n, nil
 	}
 	if c.raw == nil || len(p) == 0 {

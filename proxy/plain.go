@@ -125,6 +125,7 @@ type plainTalk struct {
 	buf     *[plainBuffer]byte // what was received, and is not used up, is buf[r:w]; nil once all is, or nothing was
 	r, w    int
 	left    int64 // bytes of the body that have not been read
+	cut     bool  // the rest of them will not come
 	head    plainHead
 	request *http.Request
 	url     url.URL
@@ -139,6 +140,10 @@ var plainBuffers = sync.Pool{New: func() any { return new([plainBuffer]byte) }}
 
 // lingers is how long a client that is still sending has for the answer before the connection is closed.
 const lingers = 500 * time.Millisecond
+
+// shortRest is how much of a body that nobody wants, in bytes, is waited for all the same: as net/http does
+// for clients that read no answer before they have sent all.
+const shortRest = 256 << 10
 
 // talk serves one connection.
 func (p *plainServer) talk(c *clientConn) {
@@ -168,12 +173,21 @@ func (p *plainServer) talk(c *clientConn) {
 			break
 		}
 	}
-	if t.left > 0 && t.writer.err == nil { // else the answer could be lost
-		_ = c.CloseWrite()
-		_ = c.SetReadDeadline(time.Now().Add(lingers))
-		_, _ = io.Copy(io.Discard, c)
+	if t.left > 0 && t.writer.err == nil {
+		t.linger()
 	}
 	_ = c.Close()
+}
+
+// linger takes in the rest of a body that has its answer, which could be lost otherwise.
+func (t *plainTalk) linger() {
+	patience := t.p.s.cfg.ClientReadTimeout
+	if t.cut || t.left > shortRest || stage(t.p.s.stage.Load()) == stopping {
+		patience = lingers
+	}
+	_ = t.c.CloseWrite()
+	_ = t.c.SetReadDeadline(time.Now().Add(patience))
+	_, _ = io.Copy(io.Discard, t)
 }
 
 // handOver has net/http go on with a connection of which some bytes have been read.
@@ -187,26 +201,41 @@ func (p *plainServer) handOver(c *clientConn, read []byte) {
 	}
 }
 
+// maxStray is how many line ends may follow a body, in bytes, uncounted: some clients send one, and net/http
+// passes over as many.
+const maxStray = 4
+
 // receive waits for what the client says next. It reports false if the client has left, or is silent for
 // too long.
 func (t *plainTalk) receive(patience time.Duration) bool {
-	if t.r < t.w { // it has said more than one request already
-		return true
+	stray := 0
+	if t.head.route != nil { // not the first request
+		stray = maxStray
 	}
-	if t.c.SetReadDeadline(time.Now().Add(patience)) != nil {
-		return false
+	for {
+		for ; stray > 0 && t.r < t.w && (t.buf[t.r] == '\r' || t.buf[t.r] == '\n'); stray-- {
+			t.r++
+		}
+		if t.r < t.w { // it may have said more than one request already
+			return true
+		}
+		if t.c.SetReadDeadline(time.Now().Add(patience)) != nil {
+			return false
+		}
+		if t.buf == nil {
+			t.buf = plainBuffers.Get().(*[plainBuffer]byte)
+		}
+		n, err := t.c.Read(t.buf[:])
+		t.r, t.w = 0, n
+		if err != nil || n == 0 {
+			return false
+		}
 	}
-	if t.buf == nil {
-		t.buf = plainBuffers.Get().(*[plainBuffer]byte)
-	}
-	n, err := t.c.Read(t.buf[:])
-	t.r, t.w = 0, n
-	return err == nil && n > 0
 }
 
 // serve has the request answered whose head has been read. It reports whether another one may follow.
 func (t *plainTalk) serve() (goOn bool) {
-	t.url, t.left = t.head.route.url, t.head.length
+	t.url, t.left, t.cut = t.head.route.url, t.head.length, false
 	r := t.request
 	r.URL, r.Header, r.Body = &t.url, t.head.fields, t
 	r.Host, r.ContentLength, r.RequestURI = t.head.host, t.head.length, t.head.route.path
@@ -235,6 +264,7 @@ func (t *plainTalk) Read(p []byte) (n int, err error) {
 	} else if n, err = t.c.Read(p); err == io.EOF {
 		err = io.ErrUnexpectedEOF
 	}
+	t.cut = err != nil
 	if t.left -= int64(n); t.left == 0 {
 		if t.r == t.w {
 			plainBuffers.Put(t.buf)

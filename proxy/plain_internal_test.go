@@ -13,7 +13,10 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"os"
+	"runtime"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -154,7 +157,6 @@ func running(t *testing.T, s *Server) string {
 }
 
 // asks says what is to be said on a connection of its own, in pieces, and returns all that comes back.
-// Each piece is sent when something of the answer to those before it has come.
 func asks(t *testing.T, addr string, pieces ...string) string {
 	t.Helper()
 	nc, err := net.Dial("tcp", addr)
@@ -292,6 +294,9 @@ func TestPlainTalk(t *testing.T) {
 		{"a long head", []string{ask(large, "a") + last}, []string{"a of " + large, "404 Not Found"}},
 		{"chunks", []string{"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n" + last}, []string{"a of ", "404 Not Found"}},
 		{"rubbish", []string{ask("1", "a") + "\x16\x03\x01\r\n\r\n"}, []string{"a of 1", "HTTP/1.1 400 Bad Request"}},
+		{"line ends after bodies", []string{ask("1", "a") + "\r\n", ask("2", "b") + "\n\r" + ask("3", "c") + "\r\n\r\n" + last}, []string{"a of 1", "b of 2", "c of 3", "404 Not Found"}},
+		{"too many line ends", []string{ask("1", "a") + "\r\n\r\n\n" + ask("2", "b")}, []string{"a of 1", "HTTP/1.1 400 Bad Request"}},
+		{"line ends before the first one", []string{"\r\n" + ask("1", "a")}, []string{"HTTP/1.1 400 Bad Request"}},
 		{"a panic", []string{ask("1", "a") + ask("2", "panic") + last}, []string{"a of 1"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -367,6 +372,141 @@ func TestPlainUnread(t *testing.T) {
 	got, err := io.ReadAll(nc)
 	if err != nil || !strings.HasPrefix(string(got), "HTTP/1.1 401 ") || !strings.Contains(string(got), "Connection: close\r\n") {
 		t.Errorf("%q, %v; want an answer that tells of the end", got, err)
+	}
+}
+
+// TestPlainUnreadSlowly has clients take their time with a body that is not read: one for longer than a
+// large body would be waited for, one until the server stops, and one that has been given up already.
+func TestPlainUnreadSlowly(t *testing.T) {
+	s := handlerServer(t, func(c echo.Context) error {
+		if c.Request().Header.Get("X-A") != "" {
+			_ = http.NewResponseController(c.Response().Writer).SetReadDeadline(time.Now())
+			_, _ = io.ReadAll(c.Request().Body)
+		}
+		return c.NoContent(http.StatusUnauthorized)
+	})
+	s.cfg.ClientReadTimeout = time.Hour
+	stay := outliving(t)
+	addr := running(t, s)
+	begin := func(more string) net.Conn {
+		nc := stay(addr)
+		_, _ = io.WriteString(nc, plainChat+more+"Content-Length: 50000\r\n\r\nx")
+		if got, err := io.ReadAll(nc); err != nil || !strings.HasPrefix(string(got), "HTTP/1.1 401 ") {
+			t.Fatalf("%q, %v; want an answer", got, err)
+		}
+		return nc
+	}
+	ends := func(nc net.Conn) {
+		for {
+			if _, err := io.WriteString(nc, "x"); errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Fatal("the connection is not closed")
+			} else if err != nil {
+				return
+			}
+			time.Sleep(5 * time.Millisecond)
+		}
+	}
+	slow, givenUp := begin(""), begin("X-A: 1\r\n")
+	begin("")
+	time.Sleep(2 * lingers) // or the connection could be closed a moment later
+	for range 4 {
+		if _, err := io.WriteString(slow, strings.Repeat("x", 12000)); err != nil {
+			t.Fatalf("%v, want to be listened to", err)
+		}
+	}
+	_, _ = io.WriteString(slow, strings.Repeat("x", 1999))
+	ends(slow)
+	ends(givenUp)
+}
+
+// TestPlainAtOnce has many clients send and receive at a time: what belongs to one must not be seen by another.
+func TestPlainAtOnce(t *testing.T) {
+	s := handlerServer(t, func(c echo.Context) error {
+		r := c.Request()
+		b := make([]byte, r.ContentLength)
+		for n := 0; n < len(b); n += 100 {
+			if _, err := io.ReadFull(r.Body, b[n:min(n+100, len(b))]); err != nil {
+				return err
+			}
+			runtime.Gosched()
+		}
+		if len(b)%2 == 0 { // in chunks
+			_, _ = c.Response().Write(b[:len(b)/2])
+			c.Response().Flush()
+			b = b[len(b)/2:]
+		}
+		_, err := c.Response().Write(append(b, r.Header.Get("X-A")...))
+		return err
+	})
+	url := "http://" + running(t, s) + "/v1/chat/completions"
+	var clients sync.WaitGroup
+	for i := range 8 {
+		clients.Go(func() {
+			client := http.Client{Transport: &http.Transport{}}
+			defer client.CloseIdleConnections()
+			for j := range 50 {
+				body := strings.Repeat(fmt.Sprintf("%d-%d,", i, j), 1+37*j) // some are longer than plainBuffer
+				r, _ := http.NewRequest(http.MethodPost, url, strings.NewReader(body))
+				r.Header.Set("X-A", fmt.Sprint(i, j))
+				resp, err := client.Do(r)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				got, err := io.ReadAll(resp.Body)
+				if want := body + fmt.Sprint(i, j); string(got) != want || err != nil {
+					t.Errorf("client %d, request %d: %.60q..., %d bytes, %v; want %.60q..., %d bytes", i, j, got, len(got), err, want, len(want))
+					return
+				}
+			}
+		})
+	}
+	clients.Wait()
+}
+
+// TestPlainKept has a connection be kept while the server stops: nobody waits for what its client may say.
+func TestPlainKept(t *testing.T) {
+	for _, said := range []string{"", plainChat + "Content-Length: 0\r\n\r\n"} {
+		t.Run(fmt.Sprint(said != ""), func(t *testing.T) {
+			s := handlerServer(t, func(c echo.Context) error { return c.NoContent(http.StatusOK) })
+			s.cfg.ClientIdleTimeout = time.Hour
+			stay := outliving(t)
+			nc := stay(running(t, s))
+			_, _ = io.WriteString(nc, said)
+			if said != "" {
+				if _, err := nc.Read(make([]byte, 1)); err != nil {
+					t.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// outliving dials servers that are made after it: the connections are closed when those have stopped.
+func outliving(t *testing.T) func(addr string) net.Conn {
+	t.Helper()
+	var all []net.Conn
+	t.Cleanup(func() {
+		for _, nc := range all {
+			_ = nc.Close()
+		}
+	})
+	return func(addr string) net.Conn {
+		nc, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = nc.SetDeadline(time.Now().Add(time.Minute))
+		all = append(all, nc)
+		return nc
+	}
+}
+
+func TestDateNow(t *testing.T) {
+	lastDate.Store(&date{1, "then"})
+	before := time.Now().Truncate(time.Second)
+	if at, err := http.ParseTime(dateNow()); err != nil || at.Before(before) || at.After(time.Now()) {
+		t.Errorf("%v, %v; want what is now", at, err)
 	}
 }
 
