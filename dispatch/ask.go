@@ -19,11 +19,12 @@ type question struct {
 
 // ask has gates asked about what groups may send now.
 func (d *Dispatcher) ask(ctx context.Context, x *exchange) {
+	defer func() { x.tallies = x.tallies[:0] }() // these workers are reserved in another way
 	for _, g := range d.groups {
 		if g.asks == nil || g.asking {
 			continue
 		}
-		clear(x.room)
+		x.tallies = x.tallies[:0]
 		chosen, err := d.choose(ctx, g, x)
 		if err != nil {
 			d.complain(ctx, g, err)
@@ -158,7 +159,7 @@ func (d *Dispatcher) admit(ctx context.Context, g *group, x *exchange) {
 		left -= a.going[n].weight
 		n++
 	}
-	x.claim(a.going[:n], true)
+	x.claim(a.going[:n], true, now)
 	if late := a.going[n:]; len(late) > 0 {
 		d.working.Go(func() { d.letGo(late); d.nudge() })
 	}

@@ -57,9 +57,11 @@ type Dispatcher struct {
 
 	mu       sync.Mutex // guards the next fields
 	held     map[*lease]context.CancelCauseFunc
-	writes   []*write      // that wait for the next exchange
-	leading  bool          // somebody has the turn
-	more     bool          // who has it is to look at all groups once more
+	writes   []*write      // that wait for an exchange
+	away     int           // writes that are in an exchange
+	leaders  int           // who do exchanges
+	claiming int           // exchanges on their way that claim something
+	more     bool          // who does one is to look at all groups once more
 	parked   []*worker     // who wait for a lease
 	idle     chan struct{} // to be closed when no lease is held; nil while nobody waits for that
 	over     bool          // there will be no more leases
@@ -68,8 +70,8 @@ type Dispatcher struct {
 	leaving  chan struct{}   // closed when nothing new is to be begun
 	last     chan struct{}   // closed when nothing new is being begun
 
-	// The next are of who has the turn.
-	exchange  *exchange
+	turn      sync.Mutex  // guards the next fields and what is said to be of who has the turn; taken before mu
+	exchanges []*exchange // nil for one that is on its way
 	turns     int
 	gated     bool // there are groups whose gates have to be asked
 	closeLast func()
@@ -167,7 +169,7 @@ func New(cfg Config, getenv func(string) string, reg prometheus.Registerer, log 
 	if d.transform, err = readTransforms(cfg.TransformFile); err != nil {
 		return nil, fmt.Errorf("transform-config-file: %w", err)
 	}
-	d.exchange, d.closeLast = &exchange{d: d, room: map[*workers]int64{}}, sync.OnceFunc(func() { close(d.last) })
+	d.exchanges, d.closeLast = []*exchange{{d: d}, {d: d}}, sync.OnceFunc(func() { close(d.last) })
 	d.metrics = newMetrics(d)
 	if err := reg.Register(d.metrics); err != nil {
 		return nil, err
@@ -187,6 +189,9 @@ func connect(t *Transport, cfg Config) (*store, error) {
 			opt.Addrs = []string{one.Addr}
 		}
 		opt.Username, opt.Password, opt.DB, opt.TLSConfig = one.Username, one.Password, one.DB, one.TLSConfig
+	}
+	if opt.TLSConfig == nil {
+		opt.Dialer = dialQuietly
 	}
 	switch t.Mode {
 	case "standalone", "cluster":

@@ -23,17 +23,26 @@ type write struct {
 // that hold what a gate has given do not: it is given back after the write, and who comes before that
 // would be refused.
 //
-// There is one exchange at a time. It is done by who has the turn: the worker that was the first to have
-// something to write, or the goroutine of rounds. Others wait, and have theirs done together in the next.
+// It is done by a worker that has something to write, or by the goroutine of watch. Who composes it, or takes
+// in what came of it, has the turn. A second exchange may begin while one is on its way: when at least as many
+// workers wait as are still at work, for then there would soon be nothing else to do.
 type exchange struct {
 	d       *Dispatcher
 	takes   []*write
 	claims  []claim
-	looks   []*look
 	calls   []*call
 	settles []settling
-	room    map[*workers]int64 // that may be given something in this exchange
+	tallies []tally
 	begun   []*lease
+}
+
+// tally is how many workers of a pool may be given something in an exchange.
+type tally struct {
+	workers  *workers
+	giving   int64 // of them those that wait for a write of this exchange
+	most     int64
+	left     int64
+	reserved int64 // of those that are free, so that no other exchange has them too
 }
 
 const (
@@ -46,6 +55,13 @@ func (x *exchange) take() {
 	d := x.d
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if d.workingLocked() > 0 {
+		// Workers whose answers are there come along. Without them there would be one write in this
+		// exchange and all others in the next, and nothing to do during either.
+		d.mu.Unlock()
+		runtime.Gosched()
+		d.mu.Lock()
+	}
 	n, size := 0, 0
 	for n < len(d.writes) && n < maxWrites && size < maxWriteBytes {
 		size += d.writes[n].size()
@@ -53,58 +69,52 @@ func (x *exchange) take() {
 	}
 	x.takes = append(x.takes, d.writes[:n]...)
 	d.writes = slices.Delete(d.writes, 0, n)
-	clear(x.room)
+	d.away += n
+	x.tallies = x.tallies[:0]
 }
 
-// free is how many workers of a pool may be given something in this exchange. Those that wait for a
-// write count, unless some before them were counted whose writes then failed.
-func (x *exchange) free(w *workers) int64 {
-	n, ok := x.room[w]
-	if ok {
-		return n
-	}
-	if n = w.free.Load(); n >= 0 && !w.wanted {
-		for _, t := range x.takes {
-			if t.lease.queue.workers == w && !t.lease.grant.holds() {
-				n++
+// workingLocked is how many leases are being worked on.
+func (d *Dispatcher) workingLocked() int { return len(d.held) - len(d.writes) - d.away }
+
+// tally is that of a pool. Workers that wait for a write count, unless some before them were counted whose writes
+// then failed.
+func (x *exchange) tally(w *workers) *tally {
+	at := slices.IndexFunc(x.tallies, func(t tally) bool { return t.workers == w })
+	if at < 0 {
+		t := tally{workers: w, most: w.free.Load()}
+		if t.most >= 0 && !w.wanted {
+			for _, o := range x.takes {
+				if o.lease.queue.workers == w && !o.lease.grant.holds() {
+					t.giving++
+				}
 			}
 		}
+		t.most += t.giving
+		t.left = t.most
+		at = len(x.tallies)
+		x.tallies = append(x.tallies, t)
 	}
-	x.room[w] = n
-	return n
+	return &x.tallies[at]
 }
 
 // run does the exchange.
 func (x *exchange) run(ctx context.Context) {
-	d := x.d
-	x.compose()
-	if len(x.calls)+len(x.looks) > 0 {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), persistMost)
-		d.store.together(ctx, x.calls, x.looks)
-		cancel()
+	if len(x.calls) == 0 {
+		return
 	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), persistMost)
+	x.d.store.together(ctx, x.calls)
+	cancel()
 	for _, s := range x.settles {
 		s.tell()
 	}
-	freed := false
 	for _, t := range x.takes {
 		if t.settlement == nil {
 			t.err = t.call.owned()
 		}
 		// If it has failed its worker has to wait for another exchange.
 		if t.told = t.err != nil && !errors.Is(t.err, errFenced) || t.lease.grant.holds(); !t.told {
-			d.wrote(t.lease, &t.ending)
-			freed = true
-		}
-	}
-	if !freed {
-		return
-	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, t := range x.takes {
-		if !t.told {
-			d.forgetLocked(t.lease)
+			x.d.wrote(t.lease, &t.ending)
 		}
 	}
 }
@@ -130,10 +140,15 @@ func (x *exchange) compose() {
 	for _, c := range x.claims {
 		x.calls = append(x.calls, c.call)
 	}
+	for i := range x.tallies {
+		t := &x.tallies[i]
+		t.reserved = max(0, t.most-t.left-t.giving)
+		t.workers.free.Add(-t.reserved)
+	}
 }
 
 // claim claims heads of a group in the exchange; reserved tells that they have their workers.
-func (x *exchange) claim(heads []head, reserved bool) {
+func (x *exchange) claim(heads []head, reserved bool, now time.Time) {
 	for len(heads) > 0 {
 		q := heads[0].queue
 		var leases []*lease
@@ -143,16 +158,21 @@ func (x *exchange) claim(heads []head, reserved bool) {
 				rest = append(rest, h)
 				continue
 			}
-			leases = append(leases, &lease{m: h.m, queue: q, weight: h.weight, grant: h.grant, reserved: reserved})
+			l := &lease{m: h.m, queue: q, token: newToken(), grant: h.grant, reserved: reserved}
+			q.group.budget.Sent(l.token, h.weight, now) // from now on nobody else may spend it
+			leases = append(leases, l)
 		}
 		x.claims = append(x.claims, x.d.store.claim(leases, x.d.cfg.LeaseTTL))
 		heads = rest
 	}
 }
 
-// begin takes in what the claims were given, and what is left in the queues.
+// begin takes in what the claims were given.
 func (d *Dispatcher) begin(ctx context.Context, x *exchange) {
-	now := time.Now()
+	for _, t := range x.tallies {
+		t.workers.free.Add(t.reserved)
+	}
+	x.tallies = x.tallies[:0]
 	for _, c := range x.claims {
 		claimed, cancelled, lost, err := c.got()
 		if err != nil { // what was claimed all the same comes back when its lease ends
@@ -166,7 +186,6 @@ func (d *Dispatcher) begin(ctx context.Context, x *exchange) {
 			if !l.reserved {
 				l.queue.workers.free.Add(-1)
 			}
-			l.queue.group.budget.Sent(l.token, l.weight, now)
 		}
 		x.begun = append(x.begun, claimed...)
 		for _, l := range cancelled {
@@ -176,6 +195,7 @@ func (d *Dispatcher) begin(ctx context.Context, x *exchange) {
 		}
 		var back []head
 		for _, l := range append(lost, cancelled...) {
+			d.ended(l)
 			if l.reserved {
 				back = append(back, head{m: l.m, queue: l.queue, grant: l.grant})
 			}
@@ -184,20 +204,16 @@ func (d *Dispatcher) begin(ctx context.Context, x *exchange) {
 			d.working.Go(func() { d.letGo(back); d.nudge() })
 		}
 	}
-	clear(x.claims)
-	x.claims = x.claims[:0]
-	for _, l := range x.looks {
-		if found, err := l.cmd.Result(); err == nil {
-			l.queue.saw(found, now)
-		}
-	}
-	x.looks = x.looks[:0]
 }
 
 // forgetLocked has a lease no longer be in hand, and its worker be free. d.mu must be held.
 func (d *Dispatcher) forgetLocked(l *lease) {
 	delete(d.held, l)
 	l.queue.workers.free.Add(1)
+}
+
+// idleLocked tells who waits for that that no lease is held.
+func (d *Dispatcher) idleLocked() {
 	if d.idle != nil && len(d.held) == 0 {
 		close(d.idle)
 		d.idle = nil
@@ -207,10 +223,10 @@ func (d *Dispatcher) forgetLocked(l *lease) {
 // nudge has all groups be looked at.
 func (d *Dispatcher) nudge() {
 	d.mu.Lock()
-	leading := d.leading
-	d.more = d.more || leading
+	led := d.leaders > 0
+	d.more = d.more || led
 	d.mu.Unlock()
-	if leading {
+	if led {
 		return
 	}
 	select {
@@ -219,13 +235,17 @@ func (d *Dispatcher) nudge() {
 	}
 }
 
-// turn looks at all groups, or has it done by who does just that.
-func (d *Dispatcher) turn(ctx context.Context) {
+// look looks at all groups, or has it done by who does an exchange.
+func (d *Dispatcher) look(ctx context.Context) {
 	d.mu.Lock()
-	leading := d.leading
-	d.leading, d.more = true, d.more || leading
+	led := d.leaders > 0
+	if led {
+		d.more = true
+	} else {
+		d.leaders++
+	}
 	d.mu.Unlock()
-	if !leading {
+	if !led {
 		d.lead(ctx, nil)
 	}
 }
@@ -234,10 +254,13 @@ func (d *Dispatcher) turn(ctx context.Context) {
 // what came of it is the worker's business, and nil and false if there are no more leases.
 func (d *Dispatcher) submit(ctx context.Context, w *worker) (*lease, bool) {
 	d.mu.Lock()
-	leading := d.leading
-	d.leading, d.writes = true, append(d.writes, &w.write)
+	d.writes = append(d.writes, &w.write)
+	lead := d.leaders == 0 || d.leaders < len(d.exchanges) && len(d.writes) >= d.workingLocked()
+	if lead {
+		d.leaders++
+	}
 	d.mu.Unlock()
-	if !leading {
+	if lead {
 		d.lead(ctx, w)
 	}
 	l, ok := <-w.told
@@ -247,39 +270,42 @@ func (d *Dispatcher) submit(ctx context.Context, w *worker) (*lease, bool) {
 // next waits for another lease. It is nil if there is none any more.
 func (d *Dispatcher) next(ctx context.Context, w *worker) *lease {
 	d.mu.Lock()
-	leading := d.leading
+	led := d.leaders > 0
 	switch {
 	case d.over:
 		d.mu.Unlock()
 		return nil
-	case leading:
+	case led:
 		d.more, d.parked = true, append(d.parked, w)
 	default:
-		d.leading = true
+		d.leaders++
 	}
 	d.mu.Unlock()
-	if !leading {
+	if !led {
 		w.idle = true
 		d.lead(ctx, w)
 	}
 	return <-w.told
 }
 
-// lead has the turn: it does exchanges until nobody waits for one. w is the worker who does it, or nil;
-// what w is told is there when lead returns, unless there is no lease for it.
+// lead does exchanges until nobody waits for one. w is the worker who does it, or nil; what w is told is there
+// when lead returns, unless there is no lease for it.
 func (d *Dispatcher) lead(ctx context.Context, w *worker) {
-	x := d.exchange
+	d.turn.Lock()
+	defer d.turn.Unlock()
+	at := slices.IndexFunc(d.exchanges, func(x *exchange) bool { return x != nil })
+	x := d.exchanges[at]
+	d.exchanges[at] = nil
+	defer func() { d.exchanges[at] = x }()
 	for {
-		// Workers whose answers are there come along. Without them there would be one write in this
-		// exchange and all others in the next, and nothing to do during either.
-		runtime.Gosched()
 		x.take()
-		if ctx.Err() != nil {
-			d.closeLast()
-		} else {
+		if ctx.Err() == nil {
 			d.rounds(ctx, x)
 		}
+		x.compose()
+		d.turn.Unlock()
 		x.run(ctx)
+		d.turn.Lock()
 		d.begin(ctx, x)
 		if d.gated && ctx.Err() == nil {
 			d.hand(ctx, x, w, false)
@@ -292,12 +318,16 @@ func (d *Dispatcher) lead(ctx context.Context, w *worker) {
 }
 
 // hand tells workers what has come of their writes, and gives leases to those that have none. If nobody
-// waits for an exchange any more, and last, it ends the turn: only then w, who has had it, gets a lease.
+// waits for an exchange any more, and last, it is the end of them: only then w, who has done them, gets a lease.
 func (d *Dispatcher) hand(ctx context.Context, x *exchange, w *worker, last bool) (over bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	over = last && len(d.writes) == 0 && !d.more
+	d.away -= len(x.takes)
 	for _, t := range x.takes {
+		if !t.told {
+			d.forgetLocked(t.lease)
+		}
 		switch {
 		case t.told:
 			t.worker.told <- nil // who may make another write of it at once
@@ -310,7 +340,7 @@ func (d *Dispatcher) hand(ctx context.Context, x *exchange, w *worker, last bool
 	clear(x.takes)
 	x.takes = x.takes[:0]
 	if over {
-		d.leading = false
+		d.leaders--
 		if w != nil && w.idle {
 			w.idle = false
 			d.parked = append(d.parked, w)
@@ -319,21 +349,19 @@ func (d *Dispatcher) hand(ctx context.Context, x *exchange, w *worker, last bool
 		d.more = false
 	}
 	for _, l := range x.begun {
-		var to *worker
-		if n := len(d.parked); n > 0 {
-			to, d.parked = d.parked[n-1], d.parked[:n-1]
-		} else {
-			to = &worker{told: make(chan *lease, 1)}
-			d.working.Go(func() { d.works(ctx, to) })
-		}
-		if to.ctx == nil || to.ctx.Err() != nil {
-			to.ctx, to.cancel = context.WithCancelCause(d.requests)
-		}
-		d.held[l] = to.cancel
-		to.told <- l
+		d.held[l] = d.giveLocked(ctx, l)
 	}
 	clear(x.begun)
 	x.begun = x.begun[:0]
+	if len(x.claims) > 0 {
+		d.claiming--
+		clear(x.claims)
+		x.claims = x.claims[:0]
+	}
+	if ctx.Err() != nil && d.claiming == 0 {
+		d.closeLast()
+	}
+	d.idleLocked()
 	if d.over && over { // nobody will have a lease
 		for _, p := range d.parked {
 			close(p.told)
@@ -341,4 +369,21 @@ func (d *Dispatcher) hand(ctx context.Context, x *exchange, w *worker, last bool
 		d.parked = nil
 	}
 	return over
+}
+
+// giveLocked gives a lease to the worker that was at work last, or to a new one. It returns what ends the work.
+func (d *Dispatcher) giveLocked(ctx context.Context, l *lease) context.CancelCauseFunc {
+	var to *worker
+	if n := len(d.parked); n > 0 {
+		to, d.parked = d.parked[n-1], d.parked[:n-1]
+	} else {
+		to = &worker{told: make(chan *lease, 1)}
+		d.working.Go(func() { d.works(ctx, to) })
+	}
+	if to.ctx == nil || to.ctx.Err() != nil {
+		to.ctx, to.cancel = context.WithCancelCause(d.requests)
+	}
+	cancel := to.cancel // once it is told it may be elsewhere
+	to.told <- l
+	return cancel
 }

@@ -57,7 +57,7 @@ func (d *Dispatcher) watch(ctx, keeping context.Context) {
 	t := time.NewTicker(time.Duration(d.transport.PollMS) * time.Millisecond)
 	defer t.Stop()
 	for keeping.Err() == nil {
-		d.turn(ctx)
+		d.look(ctx)
 		select {
 		case <-keeping.Done():
 		case <-d.wake:
@@ -91,7 +91,12 @@ func (d *Dispatcher) rounds(ctx context.Context, x *exchange) {
 			d.complain(ctx, g, err)
 			continue
 		}
-		x.claim(chosen, false)
+		x.claim(chosen, false, time.Now())
+	}
+	if len(x.claims) > 0 {
+		d.mu.Lock()
+		d.claiming++
+		d.mu.Unlock()
 	}
 }
 
@@ -123,7 +128,7 @@ func (d *Dispatcher) choose(ctx context.Context, g *group, x *exchange) ([]head,
 	var all [][]head
 	g.hungry = false
 	for _, q := range g.queues {
-		free := x.free(q.workers)
+		free := x.tally(q.workers).left
 		g.hungry = g.hungry || free <= 0
 		if free <= 0 || now.Before(q.shut) {
 			continue
@@ -151,18 +156,14 @@ func (d *Dispatcher) choose(ctx context.Context, g *group, x *exchange) ([]head,
 		return nil, nil
 	}
 	for _, q := range g.queues {
-		n := len(q.ahead)
 		q.ahead = slices.DeleteFunc(q.ahead, func(h head) bool { return h.grant.chosen })
-		if n -= len(q.ahead); n > 0 && g.asks == nil && len(q.ahead)+len(q.rest) < n {
-			x.looks = append(x.looks, &look{queue: q, n: q.reach(n)})
-		}
 	}
 	if h := chosen[0]; h.unfit {
 		d.nudge()
 		return nil, d.reject(ctx, h.queue, h.m, failed(codeInvalid, "the request is larger than the capacity"), &deadLetter{reason: deadOversize})
 	}
 	for _, h := range chosen {
-		x.room[h.queue.workers]--
+		x.tally(h.queue.workers).left--
 	}
 	return chosen, nil
 }
@@ -176,24 +177,10 @@ const (
 	aheadFor = 100 * time.Millisecond
 )
 
-// look is a look at the first n messages of a queue.
-type look struct {
-	queue *Queue
-	n     int64
-	cmd   *redis.ZSliceCmd
-}
-
-// reach is how many messages are looked at where n are gone at once: more and more, while they last less than
-// aheadFor.
-func (q *Queue) reach(n int) int64 {
+// reach is how many messages are looked at where n may go: more and more, while they last less than aheadFor.
+func (q *Queue) reach(n int64) int64 {
 	q.reached = min(max(2*q.reached, leastPeek), quickPeek)
-	return min(max(q.reached, 2*int64(n))+int64(len(q.holds)), maxPeek)
-}
-
-// saw takes in a look.
-func (q *Queue) saw(found []redis.Z, now time.Time) {
-	q.known, q.ahead = append(q.known[:0], q.ahead...), q.ahead[:0]
-	q.rest, q.seen = found, now
+	return min(max(q.reached, 2*n)+int64(len(q.holds)), maxPeek)
 }
 
 // heads is the first n messages of a queue that may be sent, as far as they are known. What never can be is
@@ -206,12 +193,13 @@ func (d *Dispatcher) heads(ctx context.Context, q *Queue, n int64, now time.Time
 		}
 		maps.DeleteFunc(q.holds, func(_ string, until time.Time) bool { return !now.Before(until) })
 		timed, cancel := context.WithTimeout(ctx, persistMost)
-		found, err := d.store.peek(timed, q, q.reach(int(n)))
+		found, err := d.store.peek(timed, q, q.reach(n))
 		cancel()
 		if err != nil {
 			return nil, err
 		}
-		q.saw(found, now)
+		q.known, q.ahead = append(q.known[:0], q.ahead...), q.ahead[:0]
+		q.rest, q.seen = found, now
 	}
 	for int64(len(q.ahead)) < n && len(q.rest) > 0 {
 		z := q.rest[0]
@@ -327,7 +315,7 @@ func (d *Dispatcher) fitting(g *group, dec budget.Decision, all []head, x *excha
 	var chosen []head
 	for _, h := range all {
 		w := h.queue.workers
-		if taken[w] >= x.free(w) || d.transport.BatchSize > 0 && of[h.queue] >= d.transport.BatchSize {
+		if taken[w] >= x.tally(w).left || d.transport.BatchSize > 0 && of[h.queue] >= d.transport.BatchSize {
 			continue
 		}
 		if h.weight > left {

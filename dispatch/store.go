@@ -238,8 +238,7 @@ return 1`)
 type lease struct {
 	m        *message
 	queue    *Queue
-	token    string // of this claim
-	weight   int64
+	token    string      // of this claim
 	reserved bool        // its worker counted as taken before the claim
 	delivery int64       // how often it has been claimed without an outcome, this time included
 	pause    bool        // it is given back with a hold; of the worker's goroutine
@@ -300,24 +299,21 @@ func (s *store) run(ctx context.Context, c *call) *call {
 	return c
 }
 
-// together makes calls and then looks one after the other in one round trip, so that a server that writes
-// what it is told to a disk does that once for all. Each succeeds or fails by itself. A cluster keeps no order
+// together makes calls one after the other in one round trip, so that a server that writes what it is
+// told to a disk does that once for all. Each succeeds or fails by itself. A cluster keeps no order
 // among calls that are sent together, so there each waits for the one before.
-func (s *store) together(ctx context.Context, all []*call, looks []*look) {
+func (s *store) together(ctx context.Context, all []*call) {
 	if s.cluster {
 		for _, c := range all {
 			s.run(ctx, c)
 		}
+		return
 	}
-	for again := false; !s.cluster && len(all) > 0; again = true {
+	for again := false; len(all) > 0; again = true {
 		pipe := s.redis.Pipeline()
 		for _, c := range all {
 			c.cmd = c.script.EvalSha(ctx, pipe, c.keys, c.args...)
 		}
-		for _, l := range looks {
-			l.cmd = pipe.ZRangeWithScores(ctx, l.queue.keys.queue, 0, l.n-1)
-		}
-		looks = nil
 		_, _ = pipe.Exec(ctx) // each call has its own error
 		if again {
 			return
@@ -331,9 +327,6 @@ func (s *store) together(ctx context.Context, all []*call, looks []*look) {
 		if all = unknown; len(all) > 0 {
 			s.teach(ctx)
 		}
-	}
-	for _, l := range looks {
-		l.cmd = s.redis.ZRangeWithScores(ctx, l.queue.keys.queue, 0, l.n-1)
 	}
 }
 
@@ -351,13 +344,11 @@ type claim struct {
 	leases []*lease // that are asked for
 }
 
-// claim asks for messages of one queue, of which others may have taken some meanwhile. It gives the leases
-// their tokens.
+// claim asks for messages of one queue, of which others may have taken some meanwhile.
 func (s *store) claim(leases []*lease, ttl time.Duration) claim {
 	q := leases[0].queue
 	args, k := append(make([]any, 0, 1+4*len(leases)), ttl.Milliseconds()), q.keys.list()
 	for _, l := range leases {
-		l.token = newToken()
 		args = append(args, l.m.gid, l.m.raw, l.token, l.m.token)
 		if !s.cluster { // there the markers may be anywhere
 			k = append(k, cancelKey(l.m.id))

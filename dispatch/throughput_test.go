@@ -25,6 +25,7 @@ import (
 var (
 	throughput = flag.Int("throughput", 0, "messages of each run of TestThroughput; 0 leaves it out")
 	repeats    = flag.Int("throughput.runs", 3, "runs of TestThroughput in each setting, of which the median counts")
+	setting    = flag.String("throughput.setting", "", "the one setting of TestThroughput to run, such as everysec-8")
 	profile    = flag.String("throughput.profile", "", "prefix of files for CPU profiles of the dispatcher, one of the last run in each setting")
 )
 
@@ -49,6 +50,9 @@ func TestThroughput(t *testing.T) {
 	for _, fsync := range []string{"always", "everysec"} {
 		r := startRedis(t, "--appendfsync", fsync)
 		for _, w := range []int{1, 8, 64} {
+			if *setting != "" && *setting != fmt.Sprint(fsync, "-", w) {
+				continue
+			}
 			n := *throughput
 			if w == 1 {
 				n /= 4

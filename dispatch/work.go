@@ -18,7 +18,7 @@ type worker struct {
 	cancel context.CancelCauseFunc
 	told   chan *lease // what it waits for; see submit
 	write  write       // the last one
-	idle   bool        // it has the turn, and no lease
+	idle   bool        // it does an exchange, and has no lease
 	post   post
 }
 
@@ -356,6 +356,7 @@ func (d *Dispatcher) done(l *lease) {
 	d.ended(l)
 	d.mu.Lock()
 	d.forgetLocked(l)
+	d.idleLocked()
 	d.mu.Unlock()
 }
 
