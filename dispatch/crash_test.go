@@ -12,6 +12,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"os/exec"
+	"runtime"
 	"runtime/debug"
 	"runtime/pprof"
 	"strconv"
@@ -80,6 +81,7 @@ func beDispatcher(text string) {
 		}
 	}
 	debug.SetGCPercent(lazyCollector)
+	runtime.GOMAXPROCS(1) // as cmd/spillway has it
 	ctx, stop := context.WithCancel(context.Background())
 	go func() { _, _ = io.Copy(io.Discard, os.Stdin); stop() }() // our parent has closed it, or is gone
 	if err := d.Run(ctx); err != nil {

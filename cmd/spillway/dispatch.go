@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"os"
+	"runtime"
 	"strings"
 	"time"
 
@@ -42,6 +44,17 @@ and async processor. docs/dispatch.md tells how to write the queues' file.`,
 // dispatchWitness is told of the steps of messages; only tests of crashes set it.
 var dispatchWitness func(dispatch.Step, string)
 
+// useOneProcessor has goroutines run one at a time until undo, unless an operator has said how many may
+// (GOMAXPROCS). One processor does some 30,000 messages a second, and with a second one each costs a third
+// more: the work on one is a few steps of some microseconds, and most of them would wake somebody.
+func useOneProcessor() (undo func()) {
+	if os.Getenv("GOMAXPROCS") != "" {
+		return func() {}
+	}
+	runtime.GOMAXPROCS(1)
+	return runtime.SetDefaultGOMAXPROCS
+}
+
 func runDispatch(ctx context.Context, p process, cfg configs.Dispatch, log *slog.Logger) error {
 	metrics := newRegistry()
 	d, err := dispatch.New(cfg.Dispatch, p.getenv, metrics, log)
@@ -60,6 +73,7 @@ func runDispatch(ctx context.Context, p process, cfg configs.Dispatch, log *slog
 		}
 	}
 	defer easeCollector()()
+	defer useOneProcessor()()
 	return serveFed(ctx, d.Run, func(ctx context.Context) error { return d.Serve(ctx, doors, metrics) })
 }
 
